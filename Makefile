@@ -1,0 +1,56 @@
+# The two commands: `make demo` and `make test`. Everything runs in .venv, made on first use.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+
+.PHONY: demo test test-all test-floors check format lint types packaging bench clean
+
+demo: $(READY)
+	$(BIN)/python -m bench.demo
+
+test: $(READY)
+	$(BIN)/python -m pytest -n auto -m "not slow"
+
+# Every Python that is here, each in an environment of its own.
+test-all:
+	@for version in 3.11 3.12 3.13; do \
+	  python=$$(command -v python$$version || ls -d $$HOME/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
+	  if [ -z "$$python" ]; then echo "python$$version: not here"; continue; fi; \
+	  echo "== $$python"; $(MAKE) test PYTHON=$$python VENV=.venv-$$version || exit 1; \
+	done
+
+# The oldest dependencies pyproject.toml allows.
+test-floors:
+	$(MAKE) .venv-floors/.ready VENV=.venv-floors
+	.venv-floors/bin/python -m pip install -q $$($(PYTHON) .ci/floors.py)
+	.venv-floors/bin/python -m pytest -n auto -m "not slow"
+
+check: lint types packaging
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: $(READY)
+	$(BIN)/mypy
+
+packaging: $(READY)
+	$(BIN)/python -m pytest -m "slow" tests/packaging
+
+format: $(READY)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: $(READY)
+	$(BIN)/python -m bench.view
+
+$(READY): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11: make PYTHON=python3.11 ..."; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -e ".[dev]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-* dist build .pytest_cache .mypy_cache .ruff_cache

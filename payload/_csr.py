@@ -1,0 +1,227 @@
+"""Ragged rows: tables of offsets in, `Ragged` or padded rows out.
+
+A CSR segment is a table of rows + 1 absolute byte offsets (uint32) and, somewhere behind it, the
+values. Upstream's older form is padded rows; both may stand in one list.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ._cast import NUMPY
+from ._files import Files
+from ._gather import SCRATCH, Array, Read, blocks, bytes_of, fit, read
+from ._plan import Layout, Piece
+from .errors import PayloadCorruptError
+from .ragged import Ragged
+from .segment import Segment
+
+
+def tables(files: Files, segments: Sequence[Segment]) -> list[Array]:
+    """Read and check the offsets table of each CSR segment.
+
+    Returns
+    -------
+    list of ndarray
+        ``[rows + 1]`` int64 absolute byte offsets in the segment's file; ``[0]`` for no rows.
+
+    Raises
+    ------
+    PayloadCorruptError
+        When a table falls, leaves the file, or cuts an element. Nothing is allocated by it.
+    """
+    starts = [0]
+    for segment in segments:
+        starts.append(starts[-1] + (segment.rows + 1 if segment.rows else 0))
+    flat = np.empty(starts[-1], "<u4")
+    wanted = [
+        Read(segment.file, segment.offset, 4 * (segment.rows + 1), 4 * start)
+        for segment, start in zip(segments, starts, strict=False)
+        if segment.rows
+    ]
+    sizes = read(files, wanted, bytes_of(flat))
+    found = []
+    for segment, start, stop in zip(segments, starts, starts[1:], strict=False):
+        if segment.rows:
+            table = flat[start:stop].astype(np.int64)
+            _check_table(segment, table, sizes[segment.file])
+            found.append(table)
+        else:
+            found.append(np.zeros(1, np.int64))
+    return found
+
+
+def _check_table(segment: Segment, table: Array, size: int) -> None:
+    def corrupt(text: str, expected: int, actual: int) -> PayloadCorruptError:
+        return PayloadCorruptError(
+            f"table of {segment.field!r} at byte {segment.offset} of {segment.file!r} {text}",
+            reason="table",
+            field=segment.field,
+            path=segment.file,
+            offset=segment.offset,
+            expected=expected,
+            actual=actual,
+        )
+
+    steps = np.diff(table)
+    wrong = (steps < 0) | (steps % 4 != 0)
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        goes = "falls" if steps[row] < 0 else "cuts an element"
+        raise corrupt(
+            f"{goes}: from {table[row]} to {table[row + 1]} at row {row}",
+            int(table[row]),
+            int(table[row + 1]),
+        )
+    first, last = int(table[0]), int(table[-1])
+    values = segment.offset + 4 * (segment.rows + 1)
+    if first < values:
+        raise corrupt(
+            f"begins its values at {first}, inside itself: needs {values} or more", values, first
+        )
+    if last > size:
+        raise corrupt(f"ends its values at {last}, the file has {size} bytes", size, last)
+    if segment.length is not None and last != segment.offset + segment.length:
+        end = segment.offset + segment.length
+        raise corrupt(f"ends its values at {last}, the segment's length says {end}", end, last)
+
+
+def _value_blocks(
+    files: Files, segment: Segment, table: Array, dtype: np.dtype[Any]
+) -> Iterator[tuple[int, int, Array]]:
+    """Yield (first row, row after the last, values) of a CSR segment, as `blocks` does."""
+    row, stop_row = 0, segment.rows
+    if table[row] == table[stop_row]:
+        return
+    fd, _, _ = files.open(segment.file, int(table[row]), int(table[stop_row]))
+    try:
+        scratch = np.empty(0, dtype)
+        while row < stop_row:
+            limit = int(np.searchsorted(table[row : stop_row + 1], table[row] + SCRATCH, "right"))
+            stop = min(max(row + limit - 1, row + 1), stop_row)
+            count = int(table[stop] - table[row]) // 4
+            if count > scratch.size:
+                scratch = np.empty(count, dtype)
+            files.fill(fd, segment.file, int(table[row]), bytes_of(scratch[:count]))
+            yield row, stop, scratch[:count]
+            row = stop
+    finally:
+        os.close(fd)
+
+
+def cut(segment: Segment, start: int, stop: int) -> Segment:
+    """Return the rows of `segment` at the token positions [start, stop) as a segment."""
+    if (start, stop) == (segment.pos, segment.end):
+        return segment
+    offset = segment.offset + (start - segment.pos) * segment.row_nbytes
+    return msgspec.structs.replace(
+        segment, offset=offset, pos=start, rows=stop - start, length=None
+    )
+
+
+class Rows:
+    """The ragged rows of a window: which segments, which pieces of them, and their tables.
+
+    Attributes
+    ----------
+    counts : ndarray
+        ``[hi - lo]`` int64: values in each row, 0 where nothing is recorded.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        segments: Sequence[Segment],
+        layouts: Sequence[Layout],
+        pieces: Sequence[Piece],
+        lo: int,
+        hi: int,
+        dtype: np.dtype[Any],
+        fill: float | None,
+    ) -> None:
+        self._files = files
+        self._lo = lo
+        self._dtype = dtype
+        self._fill = fill
+        self._pieces = [(cut(segments[i], start, stop), layouts[i]) for i, start, stop in pieces]
+        csr = [segment for segment, layout in self._pieces if layout == "csr"]
+        read_tables = iter(tables(files, csr))
+        self._tables = [
+            next(read_tables) if layout == "csr" else None for _, layout in self._pieces
+        ]
+        self.counts = np.zeros(hi - lo, np.int64)
+        for (segment, _), table in zip(self._pieces, self._tables, strict=True):
+            counts = np.diff(table) // 4 if table is not None else self._padded_counts(segment)
+            self.counts[segment.pos - lo : segment.end - lo] = counts
+
+    def whole(self) -> tuple[Segment, int, int] | None:
+        """The segment, first byte and length of the values, if one CSR segment has all rows."""
+        if len(self._pieces) != 1 or self._tables[0] is None:
+            return None
+        segment, table = self._pieces[0][0], self._tables[0]
+        if segment.rows != len(self.counts) or table[0] == table[-1]:
+            return None
+        return segment, int(table[0]), int(table[-1] - table[0])
+
+    def gather(self) -> Ragged:
+        """Return all rows in one fresh array, each value copied once."""
+        offsets = np.zeros(len(self.counts) + 1, np.int64)
+        np.cumsum(self.counts, out=offsets[1:])
+        values = np.empty(int(offsets[-1]), self._dtype)
+        reads = []
+        for (segment, _), table in zip(self._pieces, self._tables, strict=True):
+            at = int(offsets[segment.pos - self._lo])
+            if table is not None:
+                nbytes = int(table[-1] - table[0])
+                reads.append(Read(segment.file, int(table[0]), nbytes, at * values.itemsize))
+                continue
+            for first, block in self._padded_blocks(segment):
+                kept = Ragged.from_padded(block, self._fill).values
+                fit(segment, first, kept, self._dtype)
+                values[at : at + len(kept)] = kept
+                at += len(kept)
+        read(self._files, reads, bytes_of(values))
+        self._files.counts["bytes_copied"] += values.nbytes
+        return Ragged(values, offsets)
+
+    def scatter(self, out: Array) -> None:
+        """Write the rows into padded `out`, ``[hi - lo, width]``; padding is left alone."""
+        columns = np.arange(out.shape[1])
+        for (segment, _), table in zip(self._pieces, self._tables, strict=True):
+            rows = out[segment.pos - self._lo : segment.end - self._lo]
+            if table is None:
+                for first, block in self._padded_blocks(segment):
+                    fit(segment, first, block, out.dtype)
+                    rows[first : first + len(block), : segment.shape[0]] = block
+                continue
+            counts = np.diff(table) // 4
+            for start, stop, values in _value_blocks(self._files, segment, table, self._dtype):
+                fit(segment, start, values, out.dtype)
+                rows[start:stop][columns < counts[start:stop, None]] = values
+        self._files.counts["bytes_copied"] += int(self.counts.sum()) * self._dtype.itemsize
+
+    def _padded_blocks(self, segment: Segment) -> Iterator[tuple[int, Array]]:
+        return blocks(self._files, segment, 0, segment.rows, NUMPY[segment.dtype])
+
+    def _padded_counts(self, segment: Segment) -> Array:
+        counts = np.zeros(segment.rows, np.int64)
+        for first, block in self._padded_blocks(segment):
+            counts[first : first + len(block)] = Ragged.from_padded(block, self._fill).counts
+        return counts
+
+
+def longest(files: Files, segments: Sequence[Segment], layouts: Sequence[Layout]) -> int:
+    """Width that holds every row of `segments`, whatever the window: ranks must agree on it."""
+    width = 1
+    for segment, layout in zip(segments, layouts, strict=True):
+        if layout == "padded":
+            width = max(width, segment.shape[0])
+    csr = [segment for segment, layout in zip(segments, layouts, strict=True) if layout == "csr"]
+    for table in tables(files, csr):
+        width = max(width, int(np.diff(table).max(initial=0)) // 4)
+    return width

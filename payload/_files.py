@@ -1,0 +1,440 @@
+"""Opening, waiting for, mapping and reading payload files. The only room that opens them.
+
+A map is shared by all segments of its file and kept while there is room; eviction drops the
+reference and never closes, so a view keeps its map alive. Nothing here touches mapped bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import mmap
+import os
+import resource
+import sys
+import threading
+import time
+import weakref
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Any, Literal, get_args
+
+import xxhash
+
+from ._paths import Directory, Place, Roots
+from .errors import (
+    PathError,
+    PayloadCorruptError,
+    PayloadError,
+    PayloadMissingError,
+    PayloadTruncatedError,
+)
+from .format import MAX_HEADER, checksums, decode_header
+
+Mode = Literal["auto", "map", "copy"]
+
+# Page faults on these fail only with the machine; elsewhere a fault can be SIGBUS or hang.
+LOCAL_TYPES = frozenset(
+    {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "f2fs", "bcachefs"}
+)
+NETWORK_WAIT = 5.0  # s; a client's caches show a new name within milliseconds once revalidated
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
+
+MAX_VERIFIED = 65_536  # files whose checksums are remembered as compared
+_BLOCK = 1 << 20  # bytes; where a larger pread is no faster
+
+
+def default_max_maps() -> int:
+    """How many maps to keep: half of the descriptors, or of the 65,530 maps Linux gives a process.
+
+    Before Python 3.13 each map holds a descriptor.
+    """
+    if sys.version_info >= (3, 13):
+        return 32_768
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 8_192 if soft == resource.RLIM_INFINITY else max(1, min(8_192, soft // 2))
+
+
+def filesystem_type(fd: int) -> str:
+    """Type of the file system an open descriptor is on, as the kernel names it; "" if unknown."""
+    try:
+        with open(f"/proc/self/fdinfo/{fd}") as info:
+            mount = next(line.split()[1] for line in info if line.startswith("mnt_id:"))
+        with open("/proc/self/mountinfo") as mounts:
+            for line in mounts:
+                left, _, right = line.partition(" - ")
+                if left.split(" ", 1)[0] == mount:
+                    return right.split(" ", 1)[0]
+    except (OSError, StopIteration):
+        pass
+    return ""
+
+
+class Map(mmap.mmap):
+    """A mapped file, and how often it was found in the cache."""
+
+    __slots__ = ("hits", "nbytes", "seen")
+
+    hits: int
+    nbytes: int
+    seen: int  # hits when eviction last looked
+
+
+def _map(fd: int, size: int) -> Map:
+    if sys.version_info >= (3, 13):
+        made = Map(fd, size, mmap.MAP_SHARED, mmap.PROT_READ, trackfd=False)
+    else:
+        made = Map(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
+    made.nbytes = size
+    made.hits = made.seen = 0
+    return made
+
+
+_COUNTED = ("opens", "maps", "hits", "bytes_mapped", "bytes_read", "bytes_copied", "reads", "waits")
+
+
+class _Verified:
+    """Which side arrays of a file, as (start, stop, checksum), are still to be compared."""
+
+    __slots__ = ("identity", "left")
+
+    def __init__(self, identity: tuple[int, ...], left: list[tuple[int, int, str]]) -> None:
+        self.identity = identity
+        self.left = left
+
+
+class Files:
+    """The payload files beneath some roots, opened when first needed."""
+
+    def __init__(
+        self, roots: Any, mode: Mode, wait: float | None, verify: bool, max_maps: int | None
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode is {mode!r}: needs one of {', '.join(get_args(Mode))}")
+        if wait is not None and not wait >= 0:
+            raise ValueError(f"wait is {wait!r}: needs seconds, 0 or more")
+        if max_maps is not None and max_maps < 1:
+            raise ValueError(f"max_maps is {max_maps}: needs at least 1")
+        self.roots = Roots(roots)
+        self.maps: OrderedDict[str, Map] = OrderedDict()
+        self.counts = dict.fromkeys(_COUNTED, 0)
+        self.fallbacks: Counter[str] = Counter()
+        self._mode = mode
+        self._wait = wait
+        self._max_maps = max_maps or default_max_maps()
+        self._verify = verify
+        self._verified: OrderedDict[str, _Verified] = OrderedDict()
+        self._types: dict[int, str] = {}
+        self._maps_on: dict[int, bool] = {}  # device -> whether its files are mapped
+        self._dropped_alive = 0
+        self._dropped: list[weakref.ref[Map]] = []  # maps that only views may still hold
+        self._lock = threading.Lock()
+        _all_files.add(self)
+
+    def map(self, path: str, start: int, nbytes: int) -> Map | None:
+        """Return the map of a file that has bytes [start, start + nbytes); None to read it instead.
+
+        Raises
+        ------
+        PayloadError
+            `PathError`, `PayloadMissingError`, `PayloadTruncatedError`, or what the system refused.
+        """
+        stop = start + nbytes
+        found = self.maps.get(path)
+        if (
+            found is not None
+            and found.nbytes >= stop
+            and not (self._verify and self._unverified(path, start, stop))
+        ):
+            found.hits += 1
+            return found
+        fd, size, directory = self.open(path, start, stop)
+        try:
+            if not (self._maps_on.get(directory.device) or self._maps_beneath(directory)):
+                return None
+            made = _map(fd, size)
+        except (OSError, ValueError) as error:
+            # ValueError: the file shrank since fstat. Reading it says by how much.
+            self.fallbacks[_reason(error)] += 1
+            return None
+        finally:
+            os.close(fd)
+        with self._lock:
+            self.counts["maps"] += 1
+            self.counts["bytes_mapped"] += size
+            if found is not None:
+                self._drop(found)
+            self.maps[path] = made
+            if len(self.maps) > self._max_maps:
+                self._evict(keep=path)
+        return made
+
+    def _maps_beneath(self, directory: Directory) -> bool:
+        """Whether files in `directory` are mapped, rather than read."""
+        maps = self._mode == "map" if self._mode != "auto" else self._type(directory) in LOCAL_TYPES
+        self._maps_on[directory.device] = maps
+        return maps
+
+    def fill(self, fd: int, path: str, offset: int, out: memoryview) -> None:
+        """Fill `out` from an open descriptor; Linux caps one read at 2 GiB, so it loops."""
+        done = 0
+        while done < len(out):
+            try:
+                got = os.preadv(fd, [out[done:]], offset + done)
+            except OSError as error:
+                raise self._refused(path, error) from None
+            if not got:
+                raise _truncated(path, offset + len(out), os.fstat(fd).st_size, 0.0)
+            done += got
+        self.counts["reads"] += 1
+        self.counts["bytes_read"] += done
+
+    def open(self, path: str, start: int, stop: int) -> tuple[int, int, Directory]:
+        """Open a file once it is there with all of bytes [start, stop); return (fd, size, directory).
+
+        Only a name that is not there yet, a stale handle and a short size are waited for; each
+        try opens the directories anew from the root's name, which revalidates a client's cache.
+        """
+        place, name = self.roots.locate(path)
+        try:
+            fd, status, directory = self.roots.open(path, place, name)
+        except OSError as error:
+            return self._await(path, place, name, start, stop, error)
+        self.counts["opens"] += 1
+        if status.st_size < stop:
+            os.close(fd)
+            return self._await(path, place, name, start, stop, status.st_size)
+        if self._verify:
+            self._check(fd, path, status, start, stop)
+        return fd, status.st_size, directory
+
+    def _await(
+        self, path: str, place: Place, name: str, start: int, stop: int, failed: OSError | int
+    ) -> tuple[int, int, Directory]:
+        """Try again until the deadline after a first try that failed, or found a file too short."""
+        began = time.monotonic()
+        pause = _FIRST_PAUSE
+        # The kept directory may have lost its name: then once more at once, from the root's.
+        at_once = self.roots.forget(place) and not isinstance(failed, int)
+        while True:
+            if not isinstance(failed, int) and failed.errno not in (errno.ENOENT, errno.ESTALE):
+                raise self._refused(path, failed) from None
+            if not at_once:
+                waited = time.monotonic() - began
+                left = self._patience(place) - waited
+                if left <= 0:
+                    if isinstance(failed, int):
+                        raise _truncated(path, stop, failed, waited)
+                    raise _missing(path, place, waited)
+                self.counts["waits"] += 1
+                time.sleep(min(pause, left))
+                pause = min(pause * 2, _LAST_PAUSE)
+            at_once = False
+            self.roots.forget(place)
+            try:
+                fd, status, directory = self.roots.open(path, place, name)
+            except OSError as error:
+                failed = error
+                continue
+            self.counts["opens"] += 1
+            if status.st_size >= stop:
+                if self._verify:
+                    self._check(fd, path, status, start, stop)
+                return fd, status.st_size, directory
+            os.close(fd)
+            failed = status.st_size
+
+    def live_maps(self) -> int:
+        """Maps not yet unmapped: those kept, and those only views still hold."""
+        return len(self.maps) + sum(ref() is not None for ref in self._dropped)
+
+    def map_hits(self) -> int:
+        """How often a map was found in the cache."""
+        return self.counts["hits"] + sum(found.hits for found in list(self.maps.values()))
+
+    def close(self) -> None:
+        """Drop every map and kept directory; views keep theirs."""
+        with self._lock:
+            for found in self.maps.values():
+                self._drop(found)
+            self.maps.clear()
+        self.roots.close()
+
+    def prefetch(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        """Ask for the pages of (path, start, bytes) to be brought in, on a thread of its own."""
+        thread = threading.Thread(target=self._prefetch, args=(ranges,), daemon=True)
+        thread.start()
+
+    def _prefetch(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+        scratch = memoryview(bytearray(_BLOCK))
+        for path, start, nbytes in ranges:
+            # The call that uses the file will meet the same error, where it can be reported.
+            with contextlib.suppress(PayloadError, OSError):
+                fd, _, directory = self.open(path, start, start + nbytes)
+                try:
+                    if self._type(directory) in LOCAL_TYPES:
+                        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+                        continue
+                    # A network client reads ahead only what is read.
+                    for at in range(start, start + nbytes, _BLOCK):
+                        os.preadv(fd, [scratch[: min(_BLOCK, start + nbytes - at)]], at)
+                finally:
+                    os.close(fd)
+
+    def _unverified(self, path: str, start: int, stop: int) -> bool:
+        """Whether bytes [start, stop) belong to a side array whose checksum was not compared yet."""
+        if not self._verify:
+            return False
+        known = self._verified.get(path)
+        return known is None or any(a < stop and start < b for a, b, _ in known.left)
+
+    def _check(self, fd: int, path: str, status: os.stat_result, start: int, stop: int) -> None:
+        """Compare the checksums of the side arrays in bytes [start, stop), once per file."""
+        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        known = self._verified.get(path)
+        try:
+            if known is None or known.identity != identity:
+                known = _Verified(identity, self._checksums(fd, path, status.st_size))
+                self._verified[path] = known
+                while len(self._verified) > MAX_VERIFIED:
+                    self._verified.popitem(last=False)
+            scratch = memoryview(bytearray(_BLOCK))
+            for item in list(known.left):
+                begin, end, digest = item
+                if begin >= stop or end <= start:
+                    continue
+                state = xxhash.xxh3_64()
+                for at in range(begin, end, _BLOCK):
+                    block = scratch[: min(_BLOCK, end - at)]
+                    self.fill(fd, path, at, block)
+                    state.update(block)
+                if state.hexdigest() != digest:
+                    raise PayloadCorruptError(
+                        f"bytes [{begin}, {end}) of {path!r} have checksum {state.hexdigest()}, the "
+                        f"writer's was {digest}: the file was changed, or its pages were lost",
+                        reason="checksum",
+                        path=path,
+                        offset=begin,
+                        expected=digest,
+                        actual=state.hexdigest(),
+                    )
+                with contextlib.suppress(ValueError):
+                    known.left.remove(item)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _checksums(self, fd: int, path: str, size: int) -> list[tuple[int, int, str]]:
+        head = bytearray(min(size, 8))
+        self.fill(fd, path, 0, memoryview(head))
+        need = min(size, 8 + int.from_bytes(head, "little"), 8 + MAX_HEADER)
+        data = bytearray(need)
+        self.fill(fd, path, 0, memoryview(data))
+        header = decode_header(bytes(data), path, size)
+        return [] if header is None else checksums(header, path)
+
+    def _evict(self, keep: str) -> None:
+        """Drop maps down to the limit: oldest first, but one used since the last look stays.
+
+        This second chance makes a cache hit one addition, without a lock or a move in a list.
+        """
+        while len(self.maps) > self._max_maps:
+            path, found = self.maps.popitem(last=False)
+            if path == keep or found.hits != found.seen:
+                found.seen = found.hits
+                self.maps[path] = found
+            else:
+                self._drop(found)
+
+    def _drop(self, found: Map) -> None:
+        self.counts["hits"] += found.hits
+        self._dropped.append(weakref.ref(found))
+        if len(self._dropped) >= 2 * self._dropped_alive + 1024:
+            self._dropped = [ref for ref in self._dropped if ref() is not None]
+            self._dropped_alive = len(self._dropped)
+
+    def _patience(self, place: Place) -> float:
+        if self._wait is not None:
+            return self._wait
+        try:
+            kind = self._type(self.roots.directory((place[0], "")))
+        except OSError:
+            return 0.0  # no root, nothing to wait for
+        return 0.0 if kind in LOCAL_TYPES else NETWORK_WAIT
+
+    def _type(self, directory: Directory) -> str:
+        kind = self._types.get(directory.device)
+        if kind is None:
+            kind = self._types[directory.device] = filesystem_type(directory.fd)
+        return kind
+
+    def _refused(self, path: str, error: OSError) -> PayloadError:
+        """What the system said, as one of our errors."""
+        code = errno.errorcode.get(error.errno or 0, "unknown")
+        said = f"path {path!r} cannot be read: {os.strerror(error.errno or 0)} ({code})"
+        if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
+            return PathError(said, reason="path", path=path)
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return PayloadError(
+                f"{said} for user {os.geteuid()}: the writer's mode and the directories above must "
+                "let this user read",
+                reason="permission",
+                path=path,
+            )
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            return PayloadError(
+                f"{said}: {limit} descriptors are allowed and {len(self.maps)} maps are kept; raise "
+                "the limit or lower max_maps",
+                reason="descriptors",
+                path=path,
+                expected=limit,
+            )
+        return PayloadError(said, reason="io", path=path, retryable=error.errno == errno.EINTR)
+
+
+# A lock held by another thread at fork would never be released in the child.
+_all_files: weakref.WeakSet[Files] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for files in list(_all_files):
+        files._lock = threading.Lock()
+        files.roots.renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
+
+
+def _reason(error: OSError | ValueError) -> str:
+    if isinstance(error, OSError):
+        return errno.errorcode.get(error.errno or 0, "unknown")
+    return "shrank"
+
+
+def _missing(path: str, place: Place, waited: float) -> PayloadMissingError:
+    directory = "/".join(filter(None, place))
+    try:
+        with os.scandir(directory) as entries:
+            count = sum(1 for _ in itertools.islice(entries, 1000))
+        shows = f"exists with {count if count < 1000 else '1000 or more'} entries"
+    except OSError as error:
+        shows = f"does not open: {os.strerror(error.errno or 0)}"
+    return PayloadMissingError(
+        f"file {path!r} is not there (waited {waited:.3f} s; its directory {directory!r} {shows}): "
+        "not written yet, already swept, or on another node's file system",
+        path=path,
+        retryable=True,
+        actual=waited,
+    )
+
+
+def _truncated(path: str, need: int, size: int, waited: float) -> PayloadTruncatedError:
+    return PayloadTruncatedError(
+        f"file {path!r} has {size} bytes, its segment needs {need} (waited {waited:.3f} s)",
+        path=path,
+        retryable=True,
+        expected=need,
+        actual=size,
+    )

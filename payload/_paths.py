@@ -1,0 +1,289 @@
+"""Path policy: which file a name on the wire may open. One policy for reader, writer, sweep and CLI.
+
+A root is followed wherever it leads; beneath it no symbolic link is followed, by opening one
+component at a time relative to the directory before it. There is nothing to race: the descriptor
+that was checked is the one that is read.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .errors import PathError
+
+PATH_MAX = 4096  # Linux; a longer name fails in the kernel anyway, without saying which
+MAX_DIRECTORIES = 64  # kept open at a time; a step touches the few versions that are still fresh
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_BENEATH = _DIRECTORY | os.O_NOFOLLOW
+# O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+
+
+def why_illegal(path: str) -> str | None:
+    """Say what is wrong with `path` as a name on the wire, or None if it is legal.
+
+    Legal is: absolute, no empty, ``.`` or ``..`` component, no NUL, encodable, at most 4,096 bytes.
+
+    Examples
+    --------
+    >>> why_illegal("/shared/v3/a.bin") is None
+    True
+    >>> why_illegal("/shared/../etc/passwd")
+    "has a '..' component"
+    """
+    if not path.startswith("/"):
+        return "is not absolute"
+    if "\0" in path:
+        return "has a NUL byte"
+    if len(path) >= PATH_MAX // 4 and len(os.fsencode(path)) >= PATH_MAX:
+        return f"has {len(os.fsencode(path))} bytes, {PATH_MAX - 1} are allowed"
+    if "//" in path or path.endswith("/"):
+        return "has an empty component"
+    if "/." in path:
+        for part in path.split("/"):
+            if part in (".", ".."):
+                return f"has a {part!r} component"
+    if not path.isascii():
+        try:
+            path.encode()
+        except UnicodeEncodeError:
+            return "is not valid text"
+    return None
+
+
+Place = tuple[str, str]  # a root's directory, and a directory beneath it ("" for the root itself)
+
+
+class Directory:
+    """An open directory. Closed when its last user is gone, so eviction never closes under one."""
+
+    __slots__ = ("__weakref__", "device", "fd")
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.device = os.fstat(fd).st_dev
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
+class Roots:
+    """The directories a resolver or writer may reach, and the names other nodes give them.
+
+    Parameters
+    ----------
+    roots : path, sequence of paths, or mapping of prefix to path
+        With a mapping, a name on the wire must begin with one of the prefixes (whole components,
+        the longest wins) and is looked up beneath that prefix's directory.
+    """
+
+    def __init__(self, roots: Any) -> None:
+        if isinstance(roots, Mapping):
+            pairs = [(_prefix(key), _absolute(value)) for key, value in roots.items()]
+        elif isinstance(roots, (str, os.PathLike)):
+            pairs = [(_absolute(roots), _absolute(roots))]
+        elif isinstance(roots, Sequence):
+            pairs = [(_absolute(root), _absolute(root)) for root in roots]
+        else:
+            raise TypeError(f"roots is {type(roots).__name__}: needs a path, paths, or a mapping")
+        if not pairs:
+            raise ValueError("roots is empty: needs at least one directory")
+        self.directories: dict[str, str] = dict(
+            sorted(pairs, key=lambda p: len(p[0]), reverse=True)
+        )
+        self._located: dict[str, Place] = {}  # by directory as named
+        self._kept: OrderedDict[Place, Directory] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Roots({self.directories!r})"
+
+    def locate(self, path: str) -> tuple[Place, str]:
+        """Split a legal `path` into the place of its directory and the file name.
+
+        Raises
+        ------
+        PathError
+            When `path` lies beneath no root, names a root itself, or its file name begins with a
+            dot (a file that is still being written).
+        """
+        head, _, name = path.rpartition("/")
+        where = self._located.get(head)
+        if where is None:
+            where = self._locate(path, head)
+            if len(self._located) >= 4 * MAX_DIRECTORIES:
+                self._located.clear()
+            self._located[head] = where
+        if name.startswith("."):
+            raise PathError(
+                f"path {path!r} names a file that is still being written: names beginning with a dot "
+                "are never published",
+                reason="unpublished",
+                path=path,
+            )
+        return where, name
+
+    def _locate(self, path: str, head: str) -> Place:
+        for prefix, directory in self.directories.items():
+            if head == prefix or head.startswith(prefix + "/") or prefix == "/":
+                return directory, head[len(prefix.rstrip("/")) + 1 :]
+        known = ", ".join(repr(prefix) for prefix in self.directories)
+        raise PathError(
+            f"path {path!r} is outside every root ({known}): map the server's prefix to a local "
+            "directory with Resolver({prefix: directory})",
+            reason="outside_roots",
+            path=path,
+        )
+
+    def directory(self, place: Place, make: int | None = None) -> Directory:
+        """Return the kept descriptor of a directory, opening it component by component if new.
+
+        With `make`, missing directories beneath the root are made with those permission bits.
+        """
+        kept = self._kept.get(place)
+        if kept is not None:
+            return kept
+        root, beneath = place
+        found = self._keep(root, "", None, root, None)
+        walked = ""
+        for name in beneath.split("/") if beneath else ():
+            walked = f"{walked}/{name}" if walked else name
+            found = self._keep(root, walked, found, name, make)
+        return found
+
+    def _keep(
+        self, root: str, beneath: str, parent: Directory | None, name: str, make: int | None
+    ) -> Directory:
+        kept = self._kept.get((root, beneath))
+        if kept is not None:
+            return kept
+        if parent is None:
+            found = Directory(os.open(name, _DIRECTORY))
+        else:
+            made = make is not None and _make_directory(name, parent.fd)
+            try:
+                found = Directory(os.open(name, _BENEATH, dir_fd=parent.fd))
+            except OSError:
+                _refuse_link(f"{root}/{beneath}", name, parent.fd)
+                raise
+            if made and make is not None:
+                os.fchmod(found.fd, make)  # past the umask: trainers run as other users
+        with self._lock:
+            self._kept[root, beneath] = found
+            while len(self._kept) > MAX_DIRECTORIES:
+                self._kept.popitem(last=False)
+        return found
+
+    def forget(self, place: Place) -> bool:
+        """Drop the kept descriptors of a directory and all above it; True if there were any.
+
+        Roots get wiped and recreated under live processes: a kept descriptor then leads to a
+        directory that no longer has a name.
+        """
+        root, beneath = place
+        with self._lock:
+            dropped = self._kept.pop(place, None) is not None
+            while beneath:
+                beneath = beneath.rpartition("/")[0]
+                dropped |= self._kept.pop((root, beneath), None) is not None
+        return dropped
+
+    def open(self, path: str, place: Place, name: str) -> tuple[int, os.stat_result, Directory]:
+        """Open the regular file `name`; return (descriptor, status, its directory).
+
+        Raises
+        ------
+        PathError
+            When `name` is a symbolic link or not a regular file, or a component is a link.
+        OSError
+            As the system says, for everything else.
+        """
+        directory = self._kept.get(place) or self.directory(place)
+        try:
+            fd = os.open(name, _FILE, dir_fd=directory.fd)
+        except OSError:
+            _refuse_link(path, name, directory.fd)
+            raise
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise PathError(
+                f"path {path!r} is a {_kind(status.st_mode)}, not a regular file",
+                reason="not_regular",
+                path=path,
+            )
+        return fd, status, directory
+
+    def renew_lock(self) -> None:
+        """Replace the lock: in a forked child nobody would release it."""
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        """Drop every kept descriptor; they reopen at next use."""
+        with self._lock:
+            self._kept.clear()
+
+
+def _prefix(prefix: Any) -> str:
+    text: str = os.fspath(prefix)
+    if text == "/":
+        return text
+    text = text[:-1] if text.endswith("/") else text
+    wrong = why_illegal(text)
+    if wrong:
+        raise ValueError(f"root prefix {text!r} {wrong}")
+    return text
+
+
+def _absolute(directory: Any) -> str:
+    text = os.path.abspath(os.fspath(directory))
+    if isinstance(text, bytes):
+        raise TypeError(f"root {text!r} is bytes: needs a str or path")
+    return str(text)
+
+
+def _make_directory(name: str, parent_fd: int) -> bool:
+    try:
+        os.mkdir(name, 0o700, dir_fd=parent_fd)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _refuse_link(path: str, name: str, parent_fd: int) -> None:
+    """Turn the kernel's refusal into a `PathError` where the cause is what `name` is."""
+    try:
+        mode = os.lstat(name, dir_fd=parent_fd).st_mode
+    except OSError:
+        return
+    if stat.S_ISREG(mode) or stat.S_ISDIR(mode):
+        return
+    if stat.S_ISLNK(mode):
+        raise PathError(
+            f"path {path!r} has a symbolic link at {name!r}: beneath a root none is followed",
+            reason="symlink",
+            path=path,
+        ) from None
+    raise PathError(
+        f"path {path!r} is a {_kind(mode)}, not a regular file", reason="not_regular", path=path
+    ) from None
+
+
+def _kind(mode: int) -> str:
+    for test, kind in (
+        (stat.S_ISDIR, "directory"),
+        (stat.S_ISFIFO, "fifo"),
+        (stat.S_ISCHR, "character device"),
+        (stat.S_ISBLK, "block device"),
+        (stat.S_ISSOCK, "socket"),
+        (stat.S_ISLNK, "symbolic link"),
+    ):
+        if test(mode):
+            return kind
+    return "special file"

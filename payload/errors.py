@@ -1,0 +1,125 @@
+"""What can go wrong, one class per kind of cause.
+
+Every error of this package is a `PayloadError` and also the builtin a caller would expect
+(``except FileNotFoundError`` works). What a server or a file system did is always one of these;
+a mistake of the caller (``lo > hi``, a fill that does not fit) is a plain `ValueError` or `TypeError`.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+from typing import Any
+
+
+class PayloadError(Exception):
+    """Base of every error this package raises for what came from outside.
+
+    Attributes that do not apply are None. Instances pickle, so they cross process boundaries whole.
+
+    Attributes
+    ----------
+    reason : str
+        Stable code of the cause, for programs: ``"out_of_range"``, ``"outside_roots"``, ...
+    retryable : bool
+        Whether the same call can succeed later without anybody changing the payload.
+    index : int or None
+        Place of the segment in the payload it came in.
+    field : str or None
+        Side array the segment belongs to, or for a `SegmentError` the key that is wrong.
+    path : str or None
+        File as the segment names it.
+    offset : int or None
+        Byte offset in the file.
+    expected, actual : object
+        What was needed and what was found; bytes unless the message says otherwise.
+
+    Examples
+    --------
+    >>> import pickle
+    >>> error = PayloadTruncatedError("file is short", path="/p/x", expected=24, actual=23)
+    >>> pickle.loads(pickle.dumps(error)).expected
+    24
+    """
+
+    reason: str = "payload"
+    retryable: bool = False
+    index: int | None = None
+    field: str | None = None
+    path: str | None = None
+    offset: int | None = None
+    expected: Any = None
+    actual: Any = None
+
+    def __init__(self, message: str, **attributes: Any) -> None:
+        super().__init__(message)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # BaseException.__reduce__ would replay args only and lose the attributes of OSError children.
+        attributes = dict(self.__dict__)
+        if isinstance(self, OSError):
+            attributes["errno"] = self.errno
+        return _restore, (type(self), self.args[0], attributes)
+
+
+def _restore(cls: type[PayloadError], message: str, attributes: dict[str, Any]) -> PayloadError:
+    return cls(message, **attributes)
+
+
+class SegmentError(PayloadError, ValueError):
+    """A segment, as it was sent or built, is illegal. Raised before any file is opened."""
+
+    reason = "segment"
+
+
+class PathError(SegmentError):
+    """A path leads outside every root, through a symbolic link, or to something not a regular file."""
+
+    reason = "path"
+
+
+class PayloadMissingError(PayloadError, FileNotFoundError):
+    """The file is not there: it never was, or it is gone."""
+
+    reason = "missing"
+
+    def __init__(self, message: str, **attributes: Any) -> None:
+        super().__init__(message, **attributes)
+        self.errno = _errno.ENOENT
+
+
+class PayloadTruncatedError(PayloadError, EOFError):
+    """The file is shorter than its segment says; `expected` and `actual` are file sizes in bytes."""
+
+    reason = "truncated"
+
+
+class PayloadCorruptError(PayloadError, ValueError):
+    """A table, header or checksum disagrees with the bytes in the file."""
+
+    reason = "corrupt"
+
+
+class InlineError(PayloadError, ValueError):
+    """A side array that came inside the response body is malformed."""
+
+    reason = "inline"
+
+
+class CoverageError(PayloadError, LookupError):
+    """The window has rows that no segment covers; `actual` lists the gaps as (lo, hi) pairs."""
+
+    reason = "coverage"
+
+
+class PayloadWriteError(PayloadError, OSError):
+    """The write did not happen and nothing was left behind; ``errno`` is the system's code."""
+
+    reason = "write"
+
+
+class ResolverClosedError(PayloadError, RuntimeError):
+    """The resolver was closed; views taken from it before stay valid."""
+
+    reason = "closed"

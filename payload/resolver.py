@@ -1,0 +1,664 @@
+"""The trainer side: segments in, arrays out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from types import TracebackType
+from typing import Any, Literal, NamedTuple, Self, SupportsIndex, cast
+
+import msgspec
+import numpy as np
+
+from . import _gather, _plan
+from ._cast import NUMPY, common_dtype, exact_fill, known_dtype
+from ._csr import Rows, cut, longest
+from ._files import Files, Map, Mode
+from ._gather import Array, Read, bytes_of
+from .errors import ResolverClosedError, SegmentError
+from .fields import FIELDS, Field
+from .ragged import Ragged
+from .segment import Segment, check, decode_segments, window
+
+_ndarray = np.ndarray  # a global is one look-up less than an attribute, in the path of every view
+
+
+class Stats(msgspec.Struct, frozen=True):
+    """Counters of one resolver since it was made, in this process.
+
+    Attributes
+    ----------
+    opens : int
+        Files opened.
+    maps, map_hits, live_maps : int
+        Files mapped; times a map was found kept; maps now alive, views of evicted ones included.
+    bytes_mapped, bytes_read, bytes_copied : int
+        Size of what was mapped; bytes read by pread; bytes of rows copied into arrays.
+    reads : int
+        Read calls.
+    waits : int
+        Times a file that was not there yet, or too short, was waited for.
+    fallbacks : dict of str to int
+        Files read because they could not be mapped, by reason.
+    """
+
+    opens: int
+    maps: int
+    map_hits: int
+    live_maps: int
+    bytes_mapped: int
+    bytes_read: int
+    bytes_copied: int
+    reads: int
+    waits: int
+    fallbacks: dict[str, int]
+
+
+class _Rows(NamedTuple):
+    """How to view the rows of segments with one (field, dtype, shape)."""
+
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    nbytes: int
+    itemsize: int
+
+
+class Resolver:
+    """Gives the arrays that payload segments stand for.
+
+    Parameters
+    ----------
+    roots : path, sequence of paths, or mapping of prefix to path
+        Where payload files may lie; nothing outside is ever opened. With a mapping the keys are
+        the prefixes as the server writes them, the values the directories here.
+    mode : {"auto", "map", "copy"}
+        ``"auto"`` maps files on local file systems and reads all others; ``"map"`` and ``"copy"``
+        do the one or the other everywhere.
+    wait : float, optional
+        Seconds to wait for a file that is not there yet or too short. Default 0 on local file
+        systems, 5 on others.
+    verify : {"size", "checksum"}
+        ``"size"`` checks file sizes and tables; ``"checksum"`` also the checksum of each side
+        array, at its first use per map. Files without one (upstream's) are read as they are.
+    fields : mapping of str to Field
+        What is known of each side array.
+    max_maps : int, optional
+        Maps kept open. Default: half of the descriptors the process may open, at most 8,192.
+    max_bytes : int, optional
+        Largest array to make. Default: the memory of this machine.
+
+    Notes
+    -----
+    Thread-safe. Pickles as its parameters, and reopens files in the process it arrives in.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from payload import Writer
+    >>> with tempfile.TemporaryDirectory() as root:
+    ...     rows = np.arange(24, dtype=np.uint8).reshape(4, 2, 3)
+    ...     segments = Writer(root).write({"routed_experts": (2, rows)})
+    ...     with Resolver(root) as resolver:
+    ...         view = resolver.view(segments[0])
+    >>> view.shape, view.flags.writeable, bool((view == rows).all())
+    ((4, 2, 3), False, True)
+    """
+
+    def __init__(
+        self,
+        roots: Any,
+        *,
+        mode: Mode = "auto",
+        wait: float | None = None,
+        verify: Literal["size", "checksum"] = "size",
+        fields: Mapping[str, Field] = FIELDS,
+        max_maps: int | None = None,
+        max_bytes: int | None = None,
+    ) -> None:
+        if verify not in ("size", "checksum"):
+            raise ValueError(f"verify is {verify!r}: needs 'size' or 'checksum'")
+        for name, field in fields.items():
+            if field.ragged and NUMPY[field.dtype or "int32"].itemsize != 4:
+                raise ValueError(
+                    f"field {name!r} is ragged with dtype {field.dtype}: needs 4 bytes"
+                )
+        self._parameters = {
+            "roots": roots,
+            "mode": mode,
+            "wait": wait,
+            "verify": verify,
+            "fields": dict(fields),
+            "max_maps": max_maps,
+            "max_bytes": max_bytes,
+        }
+        self._fields = dict(fields)
+        self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        self._files = Files(roots, mode, wait, verify == "checksum", max_maps)
+        # With checksums every view is looked at, so the short cut in view() never finds a map.
+        self._maps: Mapping[str, Map] = {} if verify == "checksum" else self._files.maps
+        self._rows: dict[tuple[str, str, tuple[int, ...]], _Rows] = {}
+        self._closed = False
+
+    def view(self, segment: Segment) -> Array:
+        """Return the rows of one segment of a fixed side array.
+
+        Parameters
+        ----------
+        segment : Segment
+
+        Returns
+        -------
+        ndarray
+            ``[rows, *shape]`` in the segment's dtype, read-only. On local file systems it shares
+            the file's pages: nothing is read until it is touched. It stays valid after the
+            resolver is closed and the file deleted, and keeps the whole map alive: take
+            ``.copy()`` of what is kept past the step. An element that is not aligned, and a file
+            that is not mapped, give an aligned copy, counted in `stats`.
+
+        Raises
+        ------
+        SegmentError
+            When the segment is illegal, or ragged (use `ragged`).
+        PayloadMissingError, PayloadTruncatedError
+            When the file is not there or too short.
+        PayloadError
+            When the file system refuses.
+
+        Examples
+        --------
+        See `Resolver`.
+        """
+        # What is legal and mapped returns here; every other case, and every error, is in _view.
+        try:
+            found = self._maps.get(segment.file)
+            known = self._rows.get((segment.field, segment.dtype, segment.shape))
+        except (TypeError, AttributeError):  # not hashable, not a segment
+            return self._view(segment)
+        if found is None or known is None:
+            return self._view(segment)
+        dtype, shape, row_nbytes, itemsize = known
+        offset = segment.offset
+        pos = segment.pos
+        rows = segment.rows
+        if (
+            type(offset) is type(pos) is type(rows) is int
+            and segment.length is None
+            and not (offset | pos | rows | pos + rows) >> 63
+            and rows > 0
+            and offset + rows * row_nbytes <= found.nbytes
+            and not offset % itemsize
+        ):
+            for size in segment.shape:
+                if type(size) is not int:  # True and 1.0 equal 1 as a key
+                    return self._view(segment)
+            found.hits += 1
+            return _ndarray((rows, *shape), dtype, found, offset)
+        return self._view(segment)
+
+    def _view(self, segment: Segment) -> Array:
+        self._check_open()
+        if type(segment) is Segment and type(segment.shape) is tuple:
+            check(segment)
+        else:
+            [segment] = decode_segments([segment])
+        known = self._rows.get((segment.field, segment.dtype, segment.shape)) or self._learn(
+            segment
+        )
+        shape = (segment.rows, *known.shape)
+        offset = segment.offset
+        nbytes = segment.rows * known.nbytes
+        if not nbytes:
+            return _read_only(np.empty(shape, known.dtype))
+        if not offset % known.itemsize:
+            found = self._files.map(segment.file, offset, nbytes)
+            if found is not None:
+                return _ndarray(shape, known.dtype, found, offset)
+        self._check_size(segment.field, nbytes)
+        out = np.empty(shape, known.dtype)
+        _gather.read(self._files, [Read(segment.file, offset, nbytes, 0)], bytes_of(out))
+        self._files.counts["bytes_copied"] += nbytes
+        return _read_only(out)
+
+    def _learn(self, segment: Segment) -> _Rows:
+        """Note how to view segments like this checked one; a payload has one or two kinds."""
+        if _plan.layout_of(segment, _plan.field_of(segment.field, self._fields)) == "csr":
+            raise SegmentError(
+                f"segment of {segment.field!r} is ragged and has no view: use Resolver.ragged - at $.field",
+                reason="ragged",
+                field=segment.field,
+                path=segment.file,
+            )
+        if len(self._rows) >= 1024:
+            self._rows.clear()
+        dtype = NUMPY[segment.dtype]
+        known = _Rows(dtype, segment.shape, segment.row_nbytes, dtype.itemsize)
+        self._rows[segment.field, segment.dtype, segment.shape] = known
+        return known
+
+    def resolve(self, payload: Any) -> dict[str, list[Array | Ragged]]:
+        """Return a view of every segment of a payload, grouped by field.
+
+        Parameters
+        ----------
+        payload : object
+            What `decode_segments` takes: the ``payload`` of a response as it came.
+
+        Returns
+        -------
+        dict of str to list
+            One ndarray per segment in order (see `view`), or a `Ragged` for a ragged field.
+
+        Raises
+        ------
+        PayloadError
+            As for `view`; segments are all checked before any file is opened.
+        """
+        self._check_open()
+        segments = decode_segments(payload)
+        layouts = [_plan.layout_of(s, _plan.field_of(s.field, self._fields)) for s in segments]
+        resolved: dict[str, list[Array | Ragged]] = {}
+        for segment, layout in zip(segments, layouts, strict=True):
+            one: Array | Ragged
+            if layout == "csr":
+                one = cast(Ragged, self.ragged([segment], segment.field, segment.pos, segment.end))
+            else:
+                one = self.view(segment)
+            resolved.setdefault(segment.field, []).append(one)
+        return resolved
+
+    def window(
+        self,
+        segments: Any,
+        field: str,
+        lo: SupportsIndex,
+        hi: SupportsIndex,
+        *,
+        fill: float | Literal["field"] | None = None,
+        holes: _plan.Holes | None = None,
+        extent: tuple[int, int] | None = None,
+        dtype: Any = None,
+        out: Array | None = None,
+    ) -> Array | None:
+        """Return the rows of the token positions [lo, hi).
+
+        Parameters
+        ----------
+        segments : list of Segment, or what `decode_segments` takes
+            A later segment resets the rows it covers and wins. Other fields are ignored.
+        field : str
+            Side array to read.
+        lo, hi : int
+            Window of token positions.
+        fill : number or "field", optional
+            Value of uncovered positions, and of what rows narrower than the widest one lack; a
+            number the dtype can hold, or the field table's. Ragged fields are padded with the
+            table's unless it is given.
+        holes : {"none", "any"} or list of (lo, hi), optional
+            Which positions may be uncovered. Default ``"none"``; ``"any"`` for sparse fields.
+        extent : (lo, hi), optional
+            Positions judged for holes; default the window. With the micro batch as extent, every
+            rank comes to the same verdict.
+        dtype : dtype or "field", optional
+            Dtype of the result. Default: the widest of the segments, zero-row ones and those
+            outside the window included, so that ranks agree; for ragged fields the table's.
+            ``"field"`` is the table's. A value that would change is refused.
+        out : ndarray, optional
+            Where to put the rows; C-contiguous, of exactly the result's shape and dtype. Its
+            content is undefined after an error.
+
+        Returns
+        -------
+        ndarray or None
+            ``[hi - lo, *row shape]``. A read-only view (see `view`) if one segment covers the
+            window and nothing must change, else a fresh writable array, or `out`. A ragged field
+            comes padded, ``[hi - lo, width]`` with the width of the longest row of all given
+            segments, at least 1. None when no segment carries the field.
+
+        Raises
+        ------
+        CoverageError
+            When positions are uncovered that must not be.
+        PayloadError
+            As for `view`; `PayloadCorruptError` also for a table that does not fit its file and
+            for values that do not fit `dtype`.
+        ValueError, TypeError
+            The caller's mistake: lo > hi, a fill that does not fit or is needed, a wrong `out`.
+
+        Examples
+        --------
+        >>> import tempfile
+        >>> from payload import Writer
+        >>> with tempfile.TemporaryDirectory() as root, Resolver(root) as resolver:
+        ...     segments = Writer(root).write({"routed_experts": (2, np.full((2, 1, 2), 7, np.uint8))})
+        ...     rows = resolver.window(segments, "routed_experts", 1, 4, fill=0, holes=[(1, 2)])
+        >>> rows[:, 0].tolist()
+        [[0, 0], [7, 7], [7, 7]]
+        """
+        self._check_open()
+        lo, hi = window(lo, hi)
+        wanted = _of_field(segments, field)
+        if not wanted:
+            return None
+        known = _plan.field_of(field, self._fields)
+        layouts = [_plan.layout_of(segment, known) for segment in wanted]
+        uncovered = self._uncovered(wanted, field, known, lo, hi, holes, extent)
+        if known.ragged:
+            return self._padded(wanted, layouts, known, lo, hi, fill, dtype, out)
+        shape = _plan.widest(wanted)
+        target = _target(wanted, known, dtype)
+        narrower = any(segment.shape != shape for segment in wanted)
+        filling = self._fill(field, known, fill, target, needed=bool(uncovered) or narrower)
+        found = _plan.pieces(wanted, lo, hi)
+        if out is None and len(found) == 1 and found[0].start == lo and found[0].stop == hi:
+            segment = wanted[found[0].which]
+            if segment.shape == shape and NUMPY[segment.dtype] == target:
+                return self.view(cut(segment, lo, hi))
+        result = self._result(field, (hi - lo, *shape), target, out)
+        if result.size:
+            self._gather(wanted, found, lo, result)
+            if filling is not None:
+                _fill_gaps(wanted, found, lo, hi, result, filling)
+        return result
+
+    def read_into(
+        self,
+        segments: Any,
+        field: str,
+        lo: SupportsIndex,
+        hi: SupportsIndex,
+        out: Array,
+        *,
+        fill: float | Literal["field"] | None = None,
+        holes: _plan.Holes | None = None,
+        extent: tuple[int, int] | None = None,
+    ) -> Array | None:
+        """Read the rows of [lo, hi) straight into `out`, such as a pinned buffer: one copy.
+
+        As `window` with ``dtype=out.dtype, out=out``: each byte goes from the file system to `out`
+        by one read, without page faults.
+
+        Returns
+        -------
+        ndarray or None
+            `out`; None, and `out` untouched, when no segment carries the field.
+
+        Raises
+        ------
+        PayloadError, ValueError, TypeError
+            As for `window`.
+        """
+        return self.window(
+            segments, field, lo, hi, fill=fill, holes=holes, extent=extent, dtype=out.dtype, out=out
+        )
+
+    def ragged(
+        self,
+        segments: Any,
+        field: str,
+        lo: SupportsIndex,
+        hi: SupportsIndex,
+        *,
+        holes: _plan.Holes | None = None,
+        extent: tuple[int, int] | None = None,
+    ) -> Ragged | None:
+        """Return the rows of the token positions [lo, hi) of a ragged field.
+
+        Parameters
+        ----------
+        segments : list of Segment, or what `decode_segments` takes
+            CSR and padded ones may stand in one list; a later one wins.
+        field, lo, hi, holes, extent
+            As for `window`.
+
+        Returns
+        -------
+        Ragged or None
+            ``hi - lo`` rows, values in the field table's dtype; an uncovered position is an empty
+            row (`gaps` tells it from a recorded empty one). The values are a read-only view when
+            one CSR segment covers the window. None when no segment carries the field.
+
+        Raises
+        ------
+        SegmentError
+            When the field is not known as ragged, or a segment is illegal.
+        CoverageError, PayloadError, ValueError
+            As for `window`.
+        """
+        self._check_open()
+        lo, hi = window(lo, hi)
+        wanted = _of_field(segments, field)
+        if not wanted:
+            return None
+        known = _plan.field_of(field, self._fields)
+        if not known.ragged:
+            raise SegmentError(
+                f"field {field!r} is not known as ragged: use window, or pass fields= - at $.field",
+                reason="not_ragged",
+                field=field,
+            )
+        layouts = [_plan.layout_of(segment, known) for segment in wanted]
+        self._uncovered(wanted, field, known, lo, hi, holes, extent)
+        found = _plan.pieces(wanted, lo, hi)
+        value = NUMPY[known.dtype or "int32"]
+        rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill)
+        self._check_size(field, int(rows.counts.sum()) * value.itemsize)
+        whole = rows.whole()
+        if whole is not None:
+            segment, start, nbytes = whole
+            mapped = self._files.map(segment.file, start, nbytes)
+            if mapped is not None and not start % value.itemsize:
+                values = np.ndarray((nbytes // value.itemsize,), value, mapped, start)
+                return Ragged.from_counts(values, rows.counts)
+        return rows.gather()
+
+    def prefetch(self, segments: Any) -> None:
+        """Start bringing the pages of `segments` in, and return at once.
+
+        What cannot be prefetched is not reported here: the call that uses it says so.
+
+        Raises
+        ------
+        SegmentError
+            When a segment is illegal.
+        """
+        self._check_open()
+        self._files.prefetch(
+            [(s.file, s.offset, s.nbytes or 0) for s in decode_segments(segments) if s.rows]
+        )
+
+    def stats(self) -> Stats:
+        """Return the counters of this resolver, see `Stats`."""
+        counts = self._files.counts
+        return Stats(
+            opens=counts["opens"],
+            maps=counts["maps"],
+            map_hits=self._files.map_hits(),
+            live_maps=self._files.live_maps(),
+            bytes_mapped=counts["bytes_mapped"],
+            bytes_read=counts["bytes_read"],
+            bytes_copied=counts["bytes_copied"],
+            reads=counts["reads"],
+            waits=counts["waits"],
+            fallbacks=dict(self._files.fallbacks),
+        )
+
+    def close(self) -> None:
+        """Give up all maps and descriptors; views taken before stay valid. Idempotent."""
+        self._closed = True
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _open, (self._parameters,)
+
+    def __repr__(self) -> str:
+        return f"Resolver({self._parameters['roots']!r}, mode={self._parameters['mode']!r})"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ResolverClosedError("resolver is closed: make a new one")
+
+    def _check_size(self, field: str, nbytes: int) -> None:
+        if nbytes > self._max_bytes:
+            raise SegmentError(
+                f"field {field!r} needs an array of {nbytes} bytes, max_bytes is {self._max_bytes}: ask "
+                "for a smaller window or raise it - at $.payload",
+                reason="max_bytes",
+                field=field,
+                expected=self._max_bytes,
+                actual=nbytes,
+            )
+
+    def _uncovered(
+        self,
+        wanted: Sequence[Segment],
+        field: str,
+        known: Field,
+        lo: int,
+        hi: int,
+        holes: _plan.Holes | None,
+        extent: tuple[int, int] | None,
+    ) -> list[tuple[int, int]]:
+        first, last = window(*extent) if extent is not None else (lo, hi)
+        if first > lo or last < hi:
+            raise ValueError(f"extent [{first}, {last}) does not contain the window [{lo}, {hi})")
+        return _plan.check_coverage(wanted, field, known, holes, first, last)
+
+    def _fill(
+        self, field: str, known: Field, fill: Any, target: np.dtype[Any], *, needed: bool
+    ) -> Any:
+        if isinstance(fill, str) and fill != "field":
+            raise ValueError(f"fill is {fill!r}: needs a number or 'field'")
+        value = known.fill if fill == "field" else fill
+        if value is None:
+            if needed or fill == "field":
+                raise ValueError(
+                    f"field {field!r} has uncovered positions or narrower rows and no fill: pass fill="
+                )
+            return None
+        return exact_fill(value, target)
+
+    def _result(
+        self, field: str, shape: tuple[int, ...], target: np.dtype[Any], out: Array | None
+    ) -> Array:
+        if out is None:
+            self._check_size(field, prod(shape) * target.itemsize)
+            return np.empty(shape, target)
+        if out.shape != shape or out.dtype != target:
+            raise ValueError(
+                f"out is {out.dtype} of shape {out.shape}: needs {target} of shape {shape}"
+            )
+        if not out.flags.c_contiguous or not out.flags.writeable:
+            raise ValueError("out is not a writable C-contiguous array")
+        return out
+
+    def _gather(
+        self, wanted: Sequence[Segment], found: Sequence[_plan.Piece], lo: int, result: Array
+    ) -> None:
+        row_nbytes = result[:1].nbytes
+        shape, name = result.shape[1:], result.dtype.name
+        reads: list[Read] = []
+        for index, start, stop in found:
+            segment = wanted[index]
+            if segment.shape == shape and segment.dtype == name:
+                reads.append(
+                    Read(
+                        segment.file,
+                        segment.offset + (start - segment.pos) * row_nbytes,
+                        (stop - start) * row_nbytes,
+                        (start - lo) * row_nbytes,
+                    )
+                )
+            else:
+                rows = result[start - lo : stop - lo]
+                _gather.convert(self._files, segment, start - segment.pos, rows)
+        _gather.read(self._files, reads, bytes_of(result))
+        self._files.counts["bytes_copied"] += sum(
+            (stop - start) * wanted[index].row_nbytes for index, start, stop in found
+        )
+
+    def _padded(
+        self,
+        wanted: Sequence[Segment],
+        layouts: Sequence[_plan.Layout],
+        known: Field,
+        lo: int,
+        hi: int,
+        fill: Any,
+        dtype: Any,
+        out: Array | None,
+    ) -> Array:
+        field = wanted[0].field
+        value = NUMPY[known.dtype or "int32"]
+        target = value if dtype is None or dtype == "field" else known_dtype(dtype)
+        filling = self._fill(field, known, "field" if fill is None else fill, target, needed=True)
+        width = longest(self._files, wanted, layouts)
+        result = self._result(field, (hi - lo, width), target, out)
+        found = _plan.pieces(wanted, lo, hi)
+        rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill)
+        result[...] = filling
+        rows.scatter(result)
+        return result
+
+
+def _target(wanted: Sequence[Segment], known: Field, dtype: Any) -> np.dtype[Any]:
+    """Dtype of a window over fixed segments."""
+    if dtype is None:
+        try:
+            return common_dtype(segment.dtype for segment in wanted)
+        except ValueError as error:
+            raise SegmentError(
+                f"segments of {wanted[0].field!r} cannot stand in one array: {error}; pass dtype=",
+                reason="dtypes",
+                field=wanted[0].field,
+            ) from None
+    if isinstance(dtype, str) and dtype == "field":
+        if known.dtype is None:
+            raise ValueError(
+                f"field {wanted[0].field!r} has no dtype in the field table: pass dtype="
+            )
+        return NUMPY[known.dtype]
+    return known_dtype(dtype)
+
+
+def _fill_gaps(
+    wanted: Sequence[Segment],
+    found: Sequence[_plan.Piece],
+    lo: int,
+    hi: int,
+    result: Array,
+    filling: Any,
+) -> None:
+    """Fill uncovered rows, and what rows narrower than the result's lack."""
+    for start, stop in _plan.holes_of(found, lo, hi):
+        result[start - lo : stop - lo] = filling
+    shape = result.shape[1:]
+    for index, start, stop in found:
+        for axis, size in enumerate(wanted[index].shape):
+            if size < shape[axis]:
+                before = (slice(start - lo, stop - lo), *[slice(None)] * axis, slice(size, None))
+                result[before] = filling
+
+
+def _open(parameters: dict[str, Any]) -> Resolver:
+    return Resolver(**parameters)
+
+
+def _read_only(array: Array) -> Array:
+    array.flags.writeable = False
+    return array
+
+
+def _of_field(segments: Any, field: str) -> list[Segment]:
+    return [segment for segment in decode_segments(segments) if segment.field == field]

@@ -1,0 +1,1 @@
+"""Test doubles for programs that use this package. They ship; nothing else imports them."""

@@ -1,0 +1,373 @@
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import msgspec
+import numpy as np
+import openai
+import pytest
+
+import client
+from client import MalformedGenerateResponseError, OverlongPromptError, generate
+from payload import Ragged, Resolver, Writer
+from payload.testing.server import Completion, app
+
+KEYS = [
+    "request_id", "usage", "prompt_ids", "renderer_prompt_ids", "mm_placeholders", "completion_ids",
+    "completion_logprobs", "content", "reasoning_content", "tool_calls", "finish_reason",
+    "reasoning_complete", "routed_experts", "sampling_mask", "sampling_mask_logprobs", "payload",
+    "multi_modal_data", "prompt_attribution",
+]  # fmt: skip
+ROWS = np.arange(36, dtype=np.uint8).reshape(6, 2, 3)
+CAPTURED = Path(__file__).parent.parent / "data" / "vllm"
+
+
+class Client:
+    """What an AsyncOpenAI client has, answering what it is told."""
+
+    base_url = "http://127.0.0.1:1/v1/"
+
+    def __init__(self, answer: dict[str, Any] | bytes, models: Any = None) -> None:
+        self.answer = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.models = models
+        self.sent: list[tuple[str, dict[str, Any]]] = []
+
+    async def post(self, url: str, **more: Any) -> Any:
+        self.sent.append((url, more))
+        return SimpleNamespace(content=self.answer)
+
+    async def get(self, url: str, **more: Any) -> Any:
+        if self.models is None:
+            raise RuntimeError("no models here")
+        return self.models
+
+
+class Renderer:
+    """What `generate` needs of a renderer."""
+
+    supports_tools = False
+    supports_process_multimodal = True
+
+    def __init__(self, *calls: str) -> None:
+        self.calls = [SimpleNamespace(status=SimpleNamespace(name=call)) for call in calls]
+
+    def render(self, messages: Any, **options: Any) -> Any:
+        self.options = options
+        return SimpleNamespace(token_ids=[1, 2, 3, 4], multi_modal_data=None)
+
+    def get_stop_token_ids(self) -> list[int]:
+        return [99]
+
+    def parse_response(self, ids: list[int], **options: Any) -> Any:
+        self.parsed = (ids, options)
+        return SimpleNamespace(
+            content="hi", reasoning_content="hm", tool_calls=self.calls, reasoning_complete=True
+        )
+
+
+def answer(**choice: Any) -> dict[str, Any]:
+    known = {
+        "token_ids": [5, 6],
+        "finish_reason": "stop",
+        "logprobs": {"content": [{"token": f"token_id:{t}", "logprob": -0.5} for t in (5, 6)]},
+    }
+    return {"request_id": "r", "usage": None, "choices": [known | choice]}
+
+
+def call(server: Any, **arguments: Any) -> dict[str, Any]:
+    known = {"client": server, "model": "m", "prompt_ids": [1, 2, 3]}
+    return asyncio.run(generate(**(known | arguments)))
+
+
+def test_the_result_has_exactly_the_eighteen_keys() -> None:
+    result = call(Client(answer()))
+    assert list(result) == KEYS
+    assert result["completion_logprobs"] == [-0.5, -0.5]
+    assert result["prompt_ids"] == [1, 2, 3]
+    assert result["content"] is None
+
+
+@pytest.mark.parametrize("name", ["payload", "sampling_mask_logprobs"])
+def test_what_is_absent_or_null_is_none(name: str) -> None:
+    assert call(Client(answer()))[name] is None
+    assert call(Client(answer(**{name: None})))[name] is None
+
+
+@pytest.mark.parametrize("name", ["payload", "sampling_mask_logprobs"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        '[{"zeta":1,"field":"x","alpha":{"b":[1,{"c":null}],"a":2}}]',
+        "[[123456789012345678901234567890,-18446744073709551617,9223372036854775808]]",
+        '"text"', "0", "false", "[]", "{}", '[["x",-1,1.5,1e5,true]]', '[{"dtype":"no such"}]',
+        '["\\ud800", NaN]',
+    ],
+)  # fmt: skip
+def test_what_the_server_sends_passes_through_untouched(name: str, value: str) -> None:
+    body = json.dumps(answer()).replace('"finish_reason"', f'"{name}":{value},"finish_reason"')
+    result = call(Client(body.encode()))[name]
+    assert repr(result) == repr(json.loads(value))  # order of keys and types of numbers too
+
+
+def test_the_request_carries_the_sampling_parameters_as_they_are() -> None:
+    server = Client(answer())
+    params = {"temperature": 0.7, "logprobs": 5, "extra_args": {"payload_dir": "/p/v3", "x": [1]}}
+    call(
+        server, sampling_params=params, cache_salt="7", priority=0, extra_headers={"x-a": "b"},
+        renderer=Renderer(),
+    )  # fmt: skip
+    [(url, sent)] = server.sent
+    assert url == "http://127.0.0.1:1/inference/v1/generate"
+    assert sent["cast_to"] is httpx2.Response
+    assert sent["options"] == {"headers": {"x-a": "b"}}
+    assert sent["body"] == {
+        "model": "m",
+        "token_ids": [1, 2, 3],
+        "sampling_params": {
+            "temperature": 0.7,
+            "logprobs": 1,
+            "extra_args": {"payload_dir": "/p/v3", "x": [1]},
+            "stop_token_ids": [99],
+            "skip_special_tokens": False,
+        },
+        "cache_salt": "7",
+        "priority": 0,
+    }
+    assert params["logprobs"] == 5  # the caller's own are left alone
+
+
+def test_without_headers_salt_or_priority_none_is_sent() -> None:
+    server = Client(answer())
+    call(server)
+    [(_, sent)] = server.sent
+    assert set(sent) == {"cast_to", "body"}
+    assert set(sent["body"]) == {"model", "token_ids", "sampling_params"}
+    assert "stop_token_ids" not in sent["body"]["sampling_params"]
+
+
+def test_a_renderer_renders_and_parses() -> None:
+    server, renderer = Client(answer(finish_reason="stop")), Renderer("OK", "INVALID_JSON")
+    result = call(server, renderer=renderer, prompt_ids=None, messages=[{"role": "user"}])
+    assert server.sent[0][1]["body"]["token_ids"] == [1, 2, 3, 4]
+    assert renderer.options == {"tools": None, "add_generation_prompt": True}
+    assert renderer.parsed == ([5, 6], {"prompt_ids": [1, 2, 3, 4], "tools": None})
+    assert (result["content"], result["reasoning_content"]) == ("hi", "hm")
+    assert result["finish_reason"] == "tool_calls"
+    assert result["prompt_attribution"].token_ids == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("status", "reason"), [("INVALID_JSON", "stop"), ("OK", "length")])
+def test_only_a_clean_tool_call_of_a_stopped_turn_changes_the_reason(
+    status: str, reason: str
+) -> None:
+    server = Client(answer(finish_reason=reason))
+    assert call(server, renderer=Renderer(status))["finish_reason"] == reason
+
+
+def test_a_prebuilt_prompt_passes_its_attribution_and_media_through() -> None:
+    media = SimpleNamespace(is_empty=lambda: True)
+    result = call(Client(answer()), multi_modal_data=media, prompt_attribution="attr")
+    assert result["multi_modal_data"] is media
+    assert result["prompt_attribution"] == "attr"
+
+
+def test_arguments_that_do_not_go_together_are_refused_before_anything_is_sent() -> None:
+    server = Client(answer())
+    with pytest.raises(ValueError, match="Renderer does not support tools"):
+        call(server, renderer=Renderer(), tools=[{}])
+    with pytest.raises(NotImplementedError, match="NoneType does not support process_multimodal"):
+        call(server, process_multimodal=False)
+    for arguments in ({"prompt_ids": None}, {"prompt_ids": None, "renderer": Renderer()}):
+        with pytest.raises(ValueError, match="no prompt"):
+            call(server, **arguments)
+    assert server.sent == []
+
+
+def test_media_left_to_the_server_go_as_content_parts_and_come_back_expanded() -> None:
+    expanded = answer() | {"prompt_token_ids": [1, 7, 7, 2], "mm_placeholders": {"image": []}}
+    messages = [
+        {"content": "text"},
+        {
+            "content": [
+                {"type": "text", "text": "x"},
+                {"type": "image_url", "image_url": {"url": "data:a"}},
+                {"image": "data:b"},
+                {"type": "video", "url": "data:c"},
+            ]
+        },
+    ]
+    server, renderer = Client(expanded), Renderer()
+    more = {"renderer": renderer, "messages": messages, "process_multimodal": False}
+    result = call(server, prompt_ids=None, **more)
+    assert renderer.options["process_multimodal"] is False
+    body = server.sent[0][1]["body"]
+    assert body["return_token_ids"] is True
+    assert body["content_parts"] == [
+        {"type": "image_url", "url": "data:a"},
+        {"type": "image_url", "url": "data:b"},
+        {"type": "video_url", "url": "data:c"},
+    ]
+    assert (result["prompt_ids"], result["renderer_prompt_ids"]) == ([1, 7, 7, 2], [1, 2, 3, 4])
+    for missing in ("prompt_token_ids", "mm_placeholders"):
+        less = {k: v for k, v in expanded.items() if k != missing}
+        with pytest.raises(MalformedGenerateResponseError, match=rf"\$\.{missing}"):
+            call(Client(less), prompt_ids=None, **more)
+
+
+def test_an_overlong_prompt_is_refused_before_it_is_sent() -> None:
+    models = {"data": [{"id": "other", "max_model_len": 1}, {"id": "m1", "max_model_len": 2}]}
+    server = Client(answer(), models)
+    server.base_url = "http://127.0.0.1:2/v1"
+    with pytest.raises(OverlongPromptError) as caught:
+        call(server, model="m1")
+    assert (caught.value.prompt_len, caught.value.max_prompt_len) == (3, 2)
+    assert server.sent == []
+    server.models = None  # asked once
+    with pytest.raises(OverlongPromptError):
+        call(server, model="m1")
+    with pytest.raises(OverlongPromptError):
+        call(server, model="unknown", max_prompt_len=2)
+    assert call(server, model="unknown", max_prompt_len=3)["request_id"] == "r"
+    assert call(server, model="m2")["request_id"] == "r"  # the server does not say: not checked
+
+
+@pytest.mark.parametrize(
+    ("choice", "place"),
+    [
+        ({"logprobs": None}, "$.choices[0].logprobs"),
+        ({"logprobs": []}, "$.choices[0].logprobs"),
+        ({"logprobs": {}}, "$.choices[0].logprobs.content"),
+        ({"logprobs": {"content": []}}, "$.choices[0].logprobs.content"),
+        ({"token_ids": [5]}, "$.choices[0].logprobs.content"),
+        ({"token_ids": [5, 7]}, "$.choices[0].logprobs.content[1]"),
+        ({"logprobs": {"content": [1, 2]}}, "$.choices[0].logprobs.content[0]"),
+        *[
+            (
+                {"token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": value}]}},
+                "$.choices[0].logprobs.content[0]",
+            )
+            for value in (-9999.0, None, "x", True, float("nan"), float("inf"), 10**400)
+        ],
+        ({"completion_logprobs": {"data": "AAAAvw==", "shape": [1], "dtype": "float32"}},
+         "$.choices[0].completion_logprobs"),
+        ({"completion_logprobs": {"data": "AAAAvw=", "shape": [1], "dtype": "float32"}},
+         "$.choices[0].completion_logprobs.data"),
+        ({"completion_logprobs": {"data": "AAAAvwAAAL8=", "shape": [3], "dtype": "float32"}},
+         "$.choices[0].completion_logprobs.shape"),
+        ({"completion_logprobs": {"data": "", "shape": [0], "dtype": "float64"}},
+         "$.choices[0].completion_logprobs.dtype"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_malformed_response_is_refused_with_the_place(choice: dict[str, Any], place: str) -> None:
+    with pytest.raises(MalformedGenerateResponseError) as caught:
+        call(Client(answer(**choice)))
+    assert str(caught.value).endswith(f"- at {place}")
+
+
+@pytest.mark.parametrize(
+    ("body", "place"),
+    [(b"", "$"), (b"[]", "$"), (b"<html>", "$"), (b'{"choices": {}}', "$.choices"),
+     (b'{"choices": [1]}', "$.choices[0]"), (b"[" * 100_000, "$")],
+)  # fmt: skip
+def test_a_body_that_is_no_response_is_refused(body: bytes, place: str) -> None:
+    with pytest.raises(MalformedGenerateResponseError) as caught:
+        client.parse_generate_response(body)
+    assert str(caught.value).endswith(f"- at {place}")
+
+
+def test_both_spellings_of_logprobs_and_the_packed_form_are_read() -> None:
+    packed = {"data": "AAAAvwAAgL4=", "shape": [2], "dtype": "float32"}
+    assert call(Client(answer(logprobs=None, completion_logprobs=packed)))[
+        "completion_logprobs"
+    ] == [-0.5, -0.25]
+    newer = {"content": [{"token_id": t, "logprob": -1, "rank": 3} for t in (5, 6)]}
+    assert call(Client(answer(logprobs=newer)))["completion_logprobs"] == [-1.0, -1.0]
+
+
+def test_an_aborted_generation_without_tokens_is_a_result() -> None:
+    result = call(Client(answer(token_ids=[], logprobs=None, finish_reason="abort")))
+    assert (result["completion_ids"], result["finish_reason"]) == ([], "abort")
+    assert call(Client({"choices": []}))["payload"] is None
+
+
+@pytest.mark.parametrize("file", sorted(CAPTURED.glob("*.response.json")), ids=lambda f: f.name)
+def test_captured_bodies_of_a_real_engine_are_read(file: Path) -> None:
+    body = json.loads(file.read_text())
+    choice = (body.get("choices") or [{}])[0]
+    if choice.get("token_ids") and not choice.get("logprobs"):
+        with pytest.raises(
+            MalformedGenerateResponseError, match="is missing: needs an object - at .*logprobs"
+        ):
+            call(Client(file.read_bytes()))
+        return
+    result = call(Client(file.read_bytes()))
+    assert result["completion_ids"] == choice.get("token_ids", [])
+    assert len(result["completion_logprobs"]) == len(result["completion_ids"])
+    assert result["routed_experts"] == choice.get("routed_experts")
+    assert result["sampling_mask"] == choice.get("sampling_mask")
+    assert result["payload"] is None
+
+
+def completions(request: dict[str, Any]) -> list[Completion]:
+    mask = Ragged.from_lists([[5], [6, 7]])
+    arrays = {"routed_experts": (0, ROWS), "sampling_mask": (5, mask)}
+    return [Completion(token_ids=[5, 6], arrays=arrays)]
+
+
+@pytest.mark.parametrize("kind", ["httpx2", "openai"])
+def test_over_http_by_handle_with_a_plain_client_and_with_openai(
+    kind: str, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    url = serve(app(completions, Writer(tmp_path)))
+
+    async def run() -> tuple[dict[str, Any], dict[str, Any]]:
+        if kind == "httpx2":
+            http: Any = httpx2.AsyncClient(base_url=url)
+        else:
+            http = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        async with http:
+            by_handle = {"extra_args": {"payload_dir": f"{tmp_path}/v3"}}
+            return (
+                await generate(client=http, model="m", prompt_ids=[1] * 5),
+                await generate(
+                    client=http, model="m", prompt_ids=[1] * 5, sampling_params=by_handle
+                ),
+            )
+
+    inline, handle = asyncio.run(run())
+    assert inline["payload"] is None
+    assert isinstance(inline["routed_experts"], str)
+    assert inline["sampling_mask"] == [[5], [6, 7]]
+    assert handle["routed_experts"] is None
+    assert len(msgspec.json.encode(handle["payload"])) < 1024
+    with Resolver(tmp_path) as resolver:
+        resolved = resolver.resolve(handle["payload"])
+    np.testing.assert_array_equal(resolved["routed_experts"][0], ROWS, strict=True)
+    assert [row.tolist() for row in resolved["sampling_mask"][0]] == [[5], [6, 7]]
+
+
+@pytest.mark.parametrize("kind", ["httpx2", "openai"])
+def test_a_refusal_of_the_server_passes_unchanged(
+    kind: str, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    url = serve(app(completions, Writer(tmp_path)))
+
+    async def run() -> None:
+        if kind == "httpx2":
+            http: Any = httpx2.AsyncClient(base_url=url)
+        else:
+            http = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        async with http:
+            outside = {"extra_args": {"payload_dir": "/etc"}}
+            await generate(client=http, model="m", prompt_ids=[1], sampling_params=outside)
+
+    error = httpx2.HTTPStatusError if kind == "httpx2" else openai.BadRequestError
+    with pytest.raises(error) as caught:
+        asyncio.run(run())
+    assert "outside every root" in caught.value.response.text
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,53 @@
+import copy
+import inspect
+import pickle
+
+import pytest
+
+import payload
+from payload import errors
+
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, errors.PayloadError)
+]
+BUILTINS = {
+    "SegmentError": ValueError,
+    "PathError": errors.SegmentError,
+    "PayloadMissingError": FileNotFoundError,
+    "PayloadTruncatedError": EOFError,
+    "PayloadCorruptError": ValueError,
+    "InlineError": ValueError,
+    "CoverageError": LookupError,
+    "PayloadWriteError": OSError,
+    "ResolverClosedError": RuntimeError,
+    "PayloadError": Exception,
+}
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
+def test_every_error_is_also_the_builtin_it_is_and_pickles_whole(cls: type) -> None:
+    assert issubclass(cls, BUILTINS[cls.__name__])
+    error = cls(
+        "file '/p/a' has 23 bytes", reason="x", retryable=True, index=2, field="f", path="/p/a",
+        offset=8, expected=24, actual=23,
+    )  # fmt: skip
+    error.add_note("seen by rank 3")
+    for twin in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(twin) is cls
+        assert str(twin) == "file '/p/a' has 23 bytes"
+        assert vars(twin) == vars(error)
+        assert (twin.expected, twin.actual, twin.__notes__) == (24, 23, ["seen by rank 3"])
+
+
+def test_an_errno_survives_pickling() -> None:
+    error = payload.PayloadWriteError("file was not written", errno=28)
+    assert pickle.loads(pickle.dumps(error)).errno == 28
+    assert payload.PayloadMissingError("file is not there").errno == 2
+
+
+def test_attributes_that_do_not_apply_are_none() -> None:
+    error = payload.CoverageError("x")
+    assert (error.index, error.path, error.offset, error.retryable) == (None, None, None, False)
+    assert len({cls.reason for cls in CLASSES}) == len(CLASSES)

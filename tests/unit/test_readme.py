@@ -1,0 +1,88 @@
+"""Every Python block of the README runs, and its tables are true."""
+
+import asyncio
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import payload
+from payload import Resolver, Writer, encode_segments
+from payload.testing.server import Completion, app
+
+README = (Path(__file__).parent.parent.parent / "README.md").read_text()
+ROWS = np.arange(30, dtype=np.uint8).reshape(5, 2, 3)
+
+
+def block(section: str, index: int = 0) -> str:
+    text = README.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)[index]
+
+
+def run(code: str, root: Path, **names: Any) -> dict[str, Any]:
+    exec(compile(code.replace("/shared/payload", str(root)), "README.md", "exec"), names)
+    return names
+
+
+def write(root: Path) -> list[dict[str, Any]]:
+    names = run(
+        block("Server side"),
+        root,
+        routed_experts=ROWS,
+        prompt_len=4,
+        kept_ids=[[7], [8, 9]],
+        choice={},
+    )
+    return names["choice"]["payload"]
+
+
+def test_quick_starts_are_short() -> None:
+    for section in ("Trainer side", "Server side", "Client side"):
+        assert len([line for line in block(section).splitlines() if line.strip()]) <= 12
+
+
+def test_the_server_side_writes_what_the_trainer_side_reads(tmp_path: Path) -> None:
+    segments = write(tmp_path)
+    names = run(
+        block("Trainer side"),
+        tmp_path,
+        response={"choices": [{"payload": segments}]},
+        micro_batch={"payload": segments},
+    )
+    np.testing.assert_array_equal(names["experts"], ROWS)
+    np.testing.assert_array_equal(names["rows"], [*ROWS, np.zeros((2, 3))])
+    assert [row.tolist() for row in names["mask"]] == [[], [], [], [], [7], [8, 9]]
+    recipe = run(block("Trainer side", 1), tmp_path, resolver=names["resolver"], segments=segments)
+    np.testing.assert_array_equal(
+        recipe["window"], np.int32([*ROWS, np.zeros((2, 3))]), strict=True
+    )
+
+
+def test_the_client_side_calls_a_server(tmp_path: Path, serve: Callable[..., str]) -> None:
+    completion = Completion(token_ids=[7, 8], arrays={"routed_experts": (0, ROWS)})
+    url = serve(app(lambda request: [completion], Writer(tmp_path)))
+    names = run(block("Client side").replace("http://127.0.0.1:8000", url), tmp_path)
+    completion_ids, segments = asyncio.run(names["roll_out"]([1, 2, 3, 4]))
+    assert completion_ids == [7, 8]
+    with Resolver(tmp_path) as resolver:
+        np.testing.assert_array_equal(resolver.resolve(segments)["routed_experts"][0], ROWS)
+
+
+def test_the_error_table_names_every_error_and_what_it_also_is() -> None:
+    table = README.split("\n## Errors\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `(\w+)` \|", table, re.MULTILINE)
+    listed = {name for name in payload.__all__ if name.endswith("Error")} - {"PayloadError"}
+    assert {name for name, _ in rows} == listed
+    for name, parent in rows:
+        kind = getattr(payload, parent, None) or getattr(__import__("builtins"), parent)
+        assert issubclass(getattr(payload, name), kind)
+
+
+def test_the_keys_of_a_segment_are_in_its_table(tmp_path: Path) -> None:
+    table = README.split("\n## Segments\n")[1].split("\n## ")[0]
+    keys = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert keys == [*write(tmp_path)[0], "length"]
+    assert keys == list(payload.Segment.__struct_fields__)
+    assert encode_segments([]) == []
