@@ -15,9 +15,10 @@ test: $(READY)
 # Every Python that is here, each in an environment of its own.
 test-all:
 	@for version in 3.11 3.12 3.13; do \
-	  python=$$(command -v python$$version || ls -d $$HOME/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
-	  if [ -z "$$python" ]; then echo "python$$version: not here"; continue; fi; \
-	  echo "== $$python"; $(MAKE) test PYTHON=$$python VENV=.venv-$$version || exit 1; \
+	  python=python$$version; \
+	  $$python -c "" 2>/dev/null || python=$$(ls $$HOME/.pyenv/versions/$$version.*/bin/python 2>/dev/null | tail -n 1); \
+	  if ! $${python:-false} -c "" 2>/dev/null; then echo "== python$$version is not here"; continue; fi; \
+	  echo "== python$$version"; $(MAKE) test PYTHON=$$python VENV=.venv-$$version || exit 1; \
 	done
 
 # The oldest dependencies pyproject.toml allows.
