@@ -34,7 +34,7 @@ def parse_generate_response(raw: bytes) -> dict[str, Any]:
     Raises
     ------
     MalformedGenerateResponseError
-        When it is not a JSON object, or its choices are not a list of objects.
+        When it is not a JSON object with at least one choice.
 
     Examples
     --------
@@ -52,15 +52,28 @@ def parse_generate_response(raw: bytes) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise malformed("$", f"is {kind(data)}: needs an object")
     choices = data.get("choices")
-    if choices is not None and not isinstance(choices, list):
-        raise malformed("$.choices", f"is {kind(choices)}: needs a list")
-    for index, choice in enumerate(choices or []):
+    if not isinstance(choices, list) or not choices:
+        said = f"; the server said {data['error']!r}" if data.get("error") else ""
+        found = "empty" if choices == [] else kind(choices)
+        raise malformed("$.choices", f"is {found}: needs a list of at least one{said}")
+    for index, choice in enumerate(choices):
         if not isinstance(choice, dict):
             raise malformed(f"$.choices[{index}]", f"is {kind(choice)}: needs an object")
     return data
 
 
-def completion_logprobs(choice: Mapping[str, Any], completion_ids: list[int]) -> list[float]:
+def completion_ids(choice: Mapping[str, Any]) -> list[int]:
+    """Return the completion tokens of a choice."""
+    ids = choice.get("token_ids")
+    if not isinstance(ids, list):
+        raise malformed("$.choices[0].token_ids", f"is {kind(ids)}: needs a list")
+    if not set(map(type, ids)) <= {int}:
+        index = next(i for i, token in enumerate(ids) if type(token) is not int)
+        raise malformed(f"$.choices[0].token_ids[{index}]", f"is {ids[index]!r}: needs an integer")
+    return ids
+
+
+def completion_logprobs(choice: Mapping[str, Any], ids: list[int]) -> list[float]:
     """Return the logprob of each completion token, from whichever form the choice has.
 
     Raises
@@ -70,9 +83,9 @@ def completion_logprobs(choice: Mapping[str, Any], completion_ids: list[int]) ->
     """
     packed = choice.get("completion_logprobs")
     if packed is not None:
-        return _checked(_unpack(packed), len(completion_ids), "$.choices[0].completion_logprobs")
+        return _checked(_unpack(packed), len(ids), "$.choices[0].completion_logprobs")
     logprobs = choice.get("logprobs")
-    if logprobs is None and not completion_ids:
+    if logprobs is None and not ids:
         return []  # aborted before the first token
     place = "$.choices[0].logprobs"
     if not isinstance(logprobs, Mapping):
@@ -82,16 +95,16 @@ def completion_logprobs(choice: Mapping[str, Any], completion_ids: list[int]) ->
     if not isinstance(content, list):
         raise malformed(place, f"is {kind(content)}: needs a list")
     values = []
-    for index, entry in enumerate(content[: len(completion_ids)]):
+    for index, entry in enumerate(content[: len(ids)]):
         if not isinstance(entry, Mapping):
             raise malformed(f"{place}[{index}]", f"is {kind(entry)}: needs an object")
-        token = completion_ids[index]
+        token = ids[index]
         # vLLM writes "token": "token_id:N", since 0.31 "token_id": N.
         if entry.get("token") != f"token_id:{token}" and entry.get("token_id") != token:
             found = entry.get("token", entry.get("token_id"))
             raise malformed(f"{place}[{index}]", f"is of token {found!r}: needs token {token}")
         values.append(entry.get("logprob"))
-    return _checked(values, len(completion_ids), place, len(content))
+    return _checked(values, len(ids), place, len(content))
 
 
 def _checked(values: list[Any], tokens: int, place: str, found: int | None = None) -> list[float]:
@@ -139,6 +152,6 @@ def malformed(place: str, message: str) -> MalformedGenerateResponseError:
 def kind(value: object) -> str:
     """Name the JSON type of a decoded value."""
     if value is None:
-        return "missing"
+        return "missing or null"
     names = {bool: "a boolean", str: "a string", list: "a list", dict: "an object"}
     return names.get(type(value), "a number")

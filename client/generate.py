@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from ._response import completion_logprobs, kind, malformed, parse_generate_response
+from ._response import completion_ids, completion_logprobs, kind, malformed, parse_generate_response
 from .errors import OverlongPromptError
 
 
@@ -53,7 +53,9 @@ async def generate(
     tools : sequence, optional
         Tools the renderer renders and parses.
     sampling_params : mapping, optional
-        Sent as they are, except that ``logprobs`` is 1 and ``stop_token_ids`` the renderer's.
+        Sent as they are, except that ``logprobs`` is 1, ``stop_token_ids`` the renderer's, and
+        ``skip_special_tokens`` False unless given. Of several completions (``n``) the first is
+        returned.
         ``extra_args={"payload_dir": ...}`` asks for side arrays by handle.
     cache_salt, priority : optional
         Sent when given.
@@ -74,7 +76,7 @@ async def generate(
         ``tool_calls``, ``finish_reason``, ``reasoning_complete``, ``routed_experts``,
         ``sampling_mask``, ``sampling_mask_logprobs``, ``payload``, ``multi_modal_data``,
         ``prompt_attribution``. `payload` and `sampling_mask_logprobs` are exactly what the server
-        sent, None when it sent none.
+        sent, None when it sent none; inline `routed_experts` and `sampling_mask` are not decoded.
 
     Raises
     ------
@@ -90,11 +92,14 @@ async def generate(
     if tools and renderer is not None and not getattr(renderer, "supports_tools", True):
         raise ValueError(f"{type(renderer).__name__} does not support tools")
     if not process_multimodal and not getattr(renderer, "supports_process_multimodal", False):
+        given = (
+            "no renderer is given" if renderer is None else f"{type(renderer).__name__} does not"
+        )
         raise NotImplementedError(
-            f"{type(renderer).__name__} does not support process_multimodal=False"
+            f"process_multimodal=False needs a renderer that supports it: {given}"
         )
     if prompt_ids is not None:
-        prompt = list(prompt_ids)
+        prompt = prompt_ids.tolist() if hasattr(prompt_ids, "tolist") else list(prompt_ids)
     elif renderer is None or messages is None:
         raise ValueError("no prompt: give prompt_ids, or a renderer and messages")
     else:
@@ -126,21 +131,20 @@ async def generate(
         body["priority"] = priority
 
     data = parse_generate_response(await _post(client, body, extra_headers))
-    choices = data.get("choices")
-    choice: dict[str, Any] = choices[0] if choices else {}
-    completion_ids = choice.get("token_ids") or []
+    choice: dict[str, Any] = data["choices"][0]
+    ids = completion_ids(choice)
     expanded = data.get("prompt_token_ids")
     placeholders = data.get("mm_placeholders")
     if parts and not isinstance(expanded, list):
         raise malformed("$.prompt_token_ids", f"is {kind(expanded)}: needs a list")
     if parts and not isinstance(placeholders, dict):
         raise malformed("$.mm_placeholders", f"is {kind(placeholders)}: needs an object")
-    logprobs = completion_logprobs(choice, completion_ids)
+    logprobs = completion_logprobs(choice, ids)
     effective = list(expanded or prompt)
     finish_reason = choice.get("finish_reason")
     parsed = None
     if renderer is not None:
-        parsed = renderer.parse_response(completion_ids, prompt_ids=list(effective), tools=tools)
+        parsed = renderer.parse_response(ids, prompt_ids=list(effective), tools=tools)
         # The endpoint knows no tool calls; agent loops go on after a turn that made one.
         if finish_reason == "stop" and any(_is_ok(call) for call in parsed.tool_calls):
             finish_reason = "tool_calls"
@@ -150,7 +154,7 @@ async def generate(
         "prompt_ids": effective,
         "renderer_prompt_ids": list(prompt) if parts else None,
         "mm_placeholders": placeholders,
-        "completion_ids": list(completion_ids),
+        "completion_ids": list(ids),
         "completion_logprobs": logprobs,
         "content": parsed.content if parsed else None,
         "reasoning_content": parsed.reasoning_content if parsed else None,
@@ -172,11 +176,14 @@ def _root(client: Any) -> str:
 
 
 def _http_library(client: Any) -> str | None:
-    """Name the httpx a plain client belongs to: it has several names, all alike."""
+    """Name the httpx a plain client belongs to: it goes by two names, alike for us."""
     for cls in type(client).__mro__:
         library = cls.__module__.partition(".")[0]
-        if cls.__name__ == "AsyncClient" and library in ("httpx", "httpx2"):
-            return library
+        if library in ("httpx", "httpx2"):
+            if cls.__name__ == "Client":
+                raise TypeError(f"client is {library}.Client: needs {library}.AsyncClient")
+            if cls.__name__ == "AsyncClient":
+                return library
     return None
 
 
@@ -188,7 +195,12 @@ async def _post(client: Any, body: dict[str, Any], headers: Mapping[str, str] | 
             content=msgspec.json.encode(body),
             headers={"content-type": "application/json", **(headers or {})},
         )
-        response.raise_for_status()
+        if response.is_error:
+            try:
+                response.raise_for_status()
+            except Exception as error:
+                error.add_note(response.text[:2000])  # what the engine says of it
+                raise
     else:
         # The response class must come from the library the client is built on.
         library = sys.modules.get(_http_library(getattr(client, "_client", None)) or "", httpx2)

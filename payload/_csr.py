@@ -7,7 +7,7 @@ values. Upstream's older form is padded rows; both may stand in one list.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -15,8 +15,8 @@ import numpy as np
 
 from ._cast import NUMPY
 from ._files import Files
-from ._gather import SCRATCH, Array, Read, blocks, bytes_of, fit, read
-from ._plan import Layout, Piece
+from ._gather import SCRATCH, Array, Read, add_read, blocks, bytes_of, fit, run
+from ._plan import Kind, Layout, Piece
 from .errors import PayloadCorruptError
 from .ragged import Ragged
 from .segment import Segment
@@ -36,20 +36,26 @@ def tables(files: Files, segments: Sequence[Segment]) -> list[Array]:
         When a table falls, leaves the file, or cuts an element. Nothing is allocated by it.
     """
     starts = [0]
+    reads: dict[str, list[Read]] = {}
     for segment in segments:
+        if segment.rows:
+            read = segment.offset, 4 * (segment.rows + 1), 4 * starts[-1]
+            add_read(reads.setdefault(segment.file, []), read)
         starts.append(starts[-1] + (segment.rows + 1 if segment.rows else 0))
     flat = np.empty(starts[-1], "<u4")
-    wanted = [
-        Read(segment.file, segment.offset, 4 * (segment.rows + 1), 4 * start)
-        for segment, start in zip(segments, starts, strict=False)
-        if segment.rows
-    ]
-    sizes = read(files, wanted, bytes_of(flat))
+    sizes = run(files, reads, bytes_of(flat), flat.nbytes)
     found = []
     for segment, start, stop in zip(segments, starts, starts[1:], strict=False):
         if segment.rows:
             table = flat[start:stop].astype(np.int64)
-            _check_table(segment, table, sizes[segment.file])
+            size = sizes[segment.file]
+            if segment.length is not None and segment.offset + segment.length > size:
+                # Short, not corrupt: waits where it is worth it, else says so.
+                fd, size, _ = files.open(
+                    segment.file, segment.offset, segment.offset + segment.length
+                )
+                os.close(fd)
+            _check_table(segment, table, size)
             found.append(table)
         else:
             found.append(np.zeros(1, np.int64))
@@ -85,7 +91,7 @@ def _check_table(segment: Segment, table: Array, size: int) -> None:
             f"begins its values at {first}, inside itself: needs {values} or more", values, first
         )
     if last > size:
-        raise corrupt(f"ends its values at {last}, the file has {size} bytes", size, last)
+        raise corrupt(f"ends its values at {last}, the file has {size} bytes", last, size)
     if segment.length is not None and last != segment.offset + segment.length:
         end = segment.offset + segment.length
         raise corrupt(f"ends its values at {last}, the segment's length says {end}", end, last)
@@ -137,7 +143,7 @@ class Rows:
         self,
         files: Files,
         segments: Sequence[Segment],
-        layouts: Sequence[Layout],
+        layouts: Mapping[Kind, Layout],
         pieces: Sequence[Piece],
         lo: int,
         hi: int,
@@ -148,7 +154,8 @@ class Rows:
         self._lo = lo
         self._dtype = dtype
         self._fill = fill
-        self._pieces = [(cut(segments[i], start, stop), layouts[i]) for i, start, stop in pieces]
+        rows = [cut(segments[which], start, stop) for which, start, stop in pieces]
+        self._pieces = [(one, layouts[one.dtype, one.shape]) for one in rows]
         csr = [segment for segment, layout in self._pieces if layout == "csr"]
         read_tables = iter(tables(files, csr))
         self._tables = [
@@ -173,19 +180,21 @@ class Rows:
         offsets = np.zeros(len(self.counts) + 1, np.int64)
         np.cumsum(self.counts, out=offsets[1:])
         values = np.empty(int(offsets[-1]), self._dtype)
-        reads = []
+        reads: dict[str, list[Read]] = {}
         for (segment, _), table in zip(self._pieces, self._tables, strict=True):
             at = int(offsets[segment.pos - self._lo])
             if table is not None:
                 nbytes = int(table[-1] - table[0])
-                reads.append(Read(segment.file, int(table[0]), nbytes, at * values.itemsize))
+                if nbytes:
+                    read = int(table[0]), nbytes, at * values.itemsize
+                    add_read(reads.setdefault(segment.file, []), read)
                 continue
             for first, block in self._padded_blocks(segment):
                 kept = Ragged.from_padded(block, self._fill).values
                 fit(segment, first, kept, self._dtype)
                 values[at : at + len(kept)] = kept
                 at += len(kept)
-        read(self._files, reads, bytes_of(values))
+        run(self._files, reads, bytes_of(values), values.nbytes)
         self._files.counts["bytes_copied"] += values.nbytes
         return Ragged(values, offsets)
 
@@ -215,13 +224,10 @@ class Rows:
         return counts
 
 
-def longest(files: Files, segments: Sequence[Segment], layouts: Sequence[Layout]) -> int:
+def longest(files: Files, segments: Sequence[Segment], layouts: Mapping[Kind, Layout]) -> int:
     """Width that holds every row of `segments`, whatever the window: ranks must agree on it."""
-    width = 1
-    for segment, layout in zip(segments, layouts, strict=True):
-        if layout == "padded":
-            width = max(width, segment.shape[0])
-    csr = [segment for segment, layout in zip(segments, layouts, strict=True) if layout == "csr"]
+    width = max([1, *(shape[0] for (_, shape), layout in layouts.items() if layout == "padded")])
+    csr = [one for one in segments if layouts[one.dtype, one.shape] == "csr"]
     for table in tables(files, csr):
         width = max(width, int(np.diff(table).max(initial=0)) // 4)
     return width

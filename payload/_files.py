@@ -12,17 +12,19 @@ import itertools
 import mmap
 import os
 import resource
+import stat
 import sys
 import threading
 import time
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, get_args
 
 import xxhash
 
-from ._paths import Directory, Place, Roots
+from ._paths import Directory, Place, Roots, kind_of, refuse_link
 from .errors import (
     PathError,
     PayloadCorruptError,
@@ -30,7 +32,7 @@ from .errors import (
     PayloadMissingError,
     PayloadTruncatedError,
 )
-from .format import MAX_HEADER, checksums, decode_header
+from .format import FORMAT, MAX_HEADER, SUFFIX, checksums, decode_header
 
 Mode = Literal["auto", "map", "copy"]
 
@@ -38,10 +40,14 @@ Mode = Literal["auto", "map", "copy"]
 LOCAL_TYPES = frozenset(
     {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "f2fs", "bcachefs"}
 )
+# O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 NETWORK_WAIT = 5.0  # s; a client's caches show a new name within milliseconds once revalidated
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
 
 MAX_VERIFIED = 65_536  # files whose checksums are remembered as compared
+MAX_THREADS = 8
+THREADED_FILE = 65_536  # bytes a file; below, one thread is as fast: opening holds the others up
 _BLOCK = 1 << 20  # bytes; where a larger pread is no faster
 
 
@@ -130,6 +136,7 @@ class Files:
         self._dropped_alive = 0
         self._dropped: list[weakref.ref[Map]] = []  # maps that only views may still hold
         self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
         _all_files.add(self)
 
     def map(self, path: str, start: int, nbytes: int) -> Map | None:
@@ -176,19 +183,43 @@ class Files:
         self._maps_on[directory.device] = maps
         return maps
 
-    def fill(self, fd: int, path: str, offset: int, out: memoryview) -> None:
-        """Fill `out` from an open descriptor; Linux caps one read at 2 GiB, so it loops."""
-        done = 0
-        while done < len(out):
-            try:
-                got = os.preadv(fd, [out[done:]], offset + done)
-            except OSError as error:
-                raise self._refused(path, error) from None
-            if not got:
-                raise _truncated(path, offset + len(out), os.fstat(fd).st_size, 0.0)
-            done += got
-        self.counts["reads"] += 1
-        self.counts["bytes_read"] += done
+    def fill(self, fd: int, path: str, offset: int, *out: memoryview) -> None:
+        """Fill `out`, one buffer after the other, from an open descriptor."""
+        try:
+            if os.preadv(fd, out, offset) == sum(map(len, out)):
+                return
+            # Linux reads at most 2 GiB at a time; a signal or a shrinking file ends one early.
+            for part in out:
+                done = 0
+                while done < len(part):
+                    got = os.preadv(fd, (part[done:],), offset + done)
+                    if not got:
+                        size = os.fstat(fd).st_size
+                        raise _truncated(path, offset + len(part), size, 0.0)
+                    done += got
+                offset += len(part)
+        except OSError as error:
+            raise self.refused(path, error) from None
+
+    def on_threads(self, work: Callable[[], None], tasks: int, nbytes: int) -> None:
+        """Run `work` here, and on threads besides where `tasks` files of `nbytes` in all pay for it."""
+        threads = min(tasks, MAX_THREADS, os.cpu_count() or 1)
+        if threads < 2 or nbytes < tasks * THREADED_FILE:
+            work()
+            return
+        if self._pool is None:
+            with self._lock:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(threads - 1, "payload")
+        futures = [self._pool.submit(work) for _ in range(threads - 1)]
+        try:
+            work()
+        finally:
+            # What did not start has nothing left to do; what did is waited for: it writes to `out`.
+            left = [future for future in futures if not future.cancel()]
+            errors = [error for future in left if (error := future.exception())]
+        if errors:
+            raise errors[0]
 
     def open(self, path: str, start: int, stop: int) -> tuple[int, int, Directory]:
         """Open a file once it is there with all of bytes [start, stop); return (fd, size, directory).
@@ -196,30 +227,54 @@ class Files:
         Only a name that is not there yet, a stale handle and a short size are waited for; each
         try opens the directories anew from the root's name, which revalidates a client's cache.
         """
-        place, name = self.roots.locate(path)
         try:
-            fd, status, directory = self.roots.open(path, place, name)
+            fd, status, directory = self._open(path)
         except OSError as error:
-            return self._await(path, place, name, start, stop, error)
-        self.counts["opens"] += 1
+            return self._await(path, start, stop, error)
         if status.st_size < stop:
             os.close(fd)
-            return self._await(path, place, name, start, stop, status.st_size)
+            return self._await(path, start, stop, status.st_size)
         if self._verify:
             self._check(fd, path, status, start, stop)
         return fd, status.st_size, directory
 
+    def _open(self, path: str) -> tuple[int, os.stat_result, Directory]:
+        """Open a regular file beneath a root; one open relative to a kept directory if it is known."""
+        roots = self.roots
+        head, _, name = path.rpartition("/")
+        place = roots.located.get(head)
+        if place is None or name[0] == ".":
+            place, name = roots.locate(path)
+        directory = roots.kept.get(place) or roots.directory(place, path)
+        try:
+            fd = os.open(name, _FILE, dir_fd=directory.fd)
+        except OSError:
+            refuse_link(path, name, directory.fd)
+            raise
+        status = os.fstat(fd)
+        mode = status.st_mode
+        if not stat.S_ISREG(mode):
+            os.close(fd)
+            raise PathError(
+                f"path {path!r} is a {kind_of(mode)}, not a regular file",
+                reason="not_regular",
+                path=path,
+            )
+        self.counts["opens"] += 1
+        return fd, status, directory
+
     def _await(
-        self, path: str, place: Place, name: str, start: int, stop: int, failed: OSError | int
+        self, path: str, start: int, stop: int, failed: OSError | int
     ) -> tuple[int, int, Directory]:
         """Try again until the deadline after a first try that failed, or found a file too short."""
+        place, _ = self.roots.locate(path)
         began = time.monotonic()
         pause = _FIRST_PAUSE
         # The kept directory may have lost its name: then once more at once, from the root's.
         at_once = self.roots.forget(place) and not isinstance(failed, int)
         while True:
             if not isinstance(failed, int) and failed.errno not in (errno.ENOENT, errno.ESTALE):
-                raise self._refused(path, failed) from None
+                raise self.refused(path, failed) from None
             if not at_once:
                 waited = time.monotonic() - began
                 left = self._patience(place) - waited
@@ -233,11 +288,10 @@ class Files:
             at_once = False
             self.roots.forget(place)
             try:
-                fd, status, directory = self.roots.open(path, place, name)
+                fd, status, directory = self._open(path)
             except OSError as error:
                 failed = error
                 continue
-            self.counts["opens"] += 1
             if status.st_size >= stop:
                 if self._verify:
                     self._check(fd, path, status, start, stop)
@@ -255,6 +309,9 @@ class Files:
 
     def close(self) -> None:
         """Drop every map and kept directory; views keep theirs."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=False)
         with self._lock:
             for found in self.maps.values():
                 self._drop(found)
@@ -332,7 +389,15 @@ class Files:
         data = bytearray(need)
         self.fill(fd, path, 0, memoryview(data))
         header = decode_header(bytes(data), path, size)
-        return [] if header is None else checksums(header, path)
+        if header is not None:
+            return checksums(header, path)
+        if path.endswith(SUFFIX):
+            raise PayloadCorruptError(
+                f"file {path!r} has no header of {FORMAT!r}: it was damaged, or saved by another tool",
+                reason="header",
+                path=path,
+            )
+        return []  # upstream's files have none
 
     def _evict(self, keep: str) -> None:
         """Drop maps down to the limit: oldest first, but one used since the last look stays.
@@ -358,7 +423,7 @@ class Files:
         if self._wait is not None:
             return self._wait
         try:
-            kind = self._type(self.roots.directory((place[0], "")))
+            kind = self._type(self.roots.directory((place[0], ""), place[0]))
         except OSError:
             return 0.0  # no root, nothing to wait for
         return 0.0 if kind in LOCAL_TYPES else NETWORK_WAIT
@@ -369,7 +434,7 @@ class Files:
             kind = self._types[directory.device] = filesystem_type(directory.fd)
         return kind
 
-    def _refused(self, path: str, error: OSError) -> PayloadError:
+    def refused(self, path: str, error: OSError) -> PayloadError:
         """What the system said, as one of our errors."""
         code = errno.errorcode.get(error.errno or 0, "unknown")
         said = f"path {path!r} cannot be read: {os.strerror(error.errno or 0)} ({code})"
@@ -401,6 +466,7 @@ _all_files: weakref.WeakSet[Files] = weakref.WeakSet()
 def _renew_locks() -> None:
     for files in list(_all_files):
         files._lock = threading.Lock()
+        files._pool = None  # its threads stayed with the parent
         files.roots.renew_lock()
 
 
@@ -414,16 +480,24 @@ def _reason(error: OSError | ValueError) -> str:
 
 
 def _missing(path: str, place: Place, waited: float) -> PayloadMissingError:
-    directory = "/".join(filter(None, place))
+    root, beneath = place
+    directory = f"{root}/{beneath}" if beneath else root
+    cure = "not written yet, already swept, or on another node's file system"
     try:
         with os.scandir(directory) as entries:
             count = sum(1 for _ in itertools.islice(entries, 1000))
-        shows = f"exists with {count if count < 1000 else '1000 or more'} entries"
+        shows = (
+            f"its directory {directory!r} has {count if count < 1000 else '1000 or more'} entries"
+        )
     except OSError as error:
-        shows = f"does not open: {os.strerror(error.errno or 0)}"
+        shows = f"its directory {directory!r} does not open: {os.strerror(error.errno or 0)}"
+        if not os.path.isdir(root):
+            shows = f"the root {root!r} is no directory here"
+            cure = "mount it, or map the server's prefix to where it is mounted"
+    tried = f"waited {waited:.3f} s" if waited >= 0.001 else "did not wait"
     return PayloadMissingError(
-        f"file {path!r} is not there (waited {waited:.3f} s; its directory {directory!r} {shows}): "
-        "not written yet, already swept, or on another node's file system",
+        f"file {path!r} is not there ({tried}; {shows}): {cure}",
+        reason="missing",
         path=path,
         retryable=True,
         actual=waited,
@@ -431,8 +505,9 @@ def _missing(path: str, place: Place, waited: float) -> PayloadMissingError:
 
 
 def _truncated(path: str, need: int, size: int, waited: float) -> PayloadTruncatedError:
+    tried = f"waited {waited:.3f} s" if waited >= 0.001 else "did not wait"
     return PayloadTruncatedError(
-        f"file {path!r} has {size} bytes, its segment needs {need} (waited {waited:.3f} s)",
+        f"file {path!r} has {size} bytes, its segment needs {need} ({tried})",
         path=path,
         retryable=True,
         expected=need,

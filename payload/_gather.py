@@ -6,8 +6,8 @@ A file that shrinks while it is read is then a typed error instead of a signal.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -17,17 +17,11 @@ from .errors import PayloadCorruptError
 from .segment import Segment
 
 Array = np.ndarray[Any, Any]
+Read = tuple[int, int, int]  # bytes [offset, offset + nbytes) of a file belong at byte `at`
+Convert = tuple[Segment, int, Array]  # rows of a segment from `skip` on belong in this array
 
-SCRATCH = 1 << 20  # bytes a conversion holds besides the result
-
-
-class Read(NamedTuple):
-    """Bytes ``[offset, offset + nbytes)`` of a file that belong at byte `at` of the result."""
-
-    path: str
-    offset: int
-    nbytes: int
-    at: int
+SCRATCH = 1 << 20  # bytes a thread holds for converting, besides the result
+_IOV_MAX = 1024  # buffers one preadv takes
 
 
 def bytes_of(array: Array) -> memoryview:
@@ -35,50 +29,127 @@ def bytes_of(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def read(files: Files, reads: Sequence[Read], out: memoryview) -> dict[str, int]:
-    """Carry out `reads` into `out`; return the size in bytes of each file that was opened."""
-    by_file: dict[str, list[Read]] = {}
-    for one in reads:
-        if one.nbytes:
-            by_file.setdefault(one.path, []).append(one)
-    sizes = {}
-    for path, wanted in by_file.items():
-        sizes[path] = _read_file(files, path, wanted, out)
+def add_read(reads: list[Read], read: Read) -> None:
+    """Note a read of a file; one that continues the last, there and in the result, joins it."""
+    if reads:
+        offset, nbytes, at = reads[-1]
+        if offset + nbytes == read[0] and at + nbytes == read[2]:
+            reads[-1] = offset, nbytes + read[1], at
+            return
+    reads.append(read)
+
+
+def run(
+    files: Files,
+    reads: dict[str, list[Read]],
+    out: memoryview,
+    total: int,
+    converts: dict[str, list[Convert]] | None = None,
+) -> dict[str, int]:
+    """Carry out what each file owes the result, on threads where that pays.
+
+    Parameters
+    ----------
+    reads : dict of path to list of Read
+        Bytes for `out`.
+    total : int
+        Bytes to read in all.
+    converts : dict of path to list of Convert, optional
+        Rows that change dtype or are narrower than the result's.
+
+    Returns
+    -------
+    dict of str to int
+        Size in bytes of each file of `reads`.
+    """
+    sizes: dict[str, int] = {}
+    whole, rows = list(reads.items()), list(converts.items()) if converts else []
+    # Shared by the threads: whoever is free takes the next file.
+    whole_left, rows_left = iter(whole), iter(rows)
+
+    def work() -> None:
+        try:
+            _read_files(files, whole_left, out, sizes)
+            scratch = None
+            for _, wanted in rows_left:
+                if scratch is None:
+                    scratch = np.empty(SCRATCH, np.uint8)
+                for segment, skip, into in wanted:
+                    _convert(files, segment, skip, into, scratch)
+        except BaseException:
+            whole.clear()  # nobody needs the rest
+            rows.clear()
+            raise
+
+    files.on_threads(work, len(whole) + len(rows), total)
+    files.counts["bytes_read"] += total
     return sizes
 
 
-def _read_file(files: Files, path: str, wanted: list[Read], out: memoryview) -> int:
-    start = min(one.offset for one in wanted)
-    fd, size, _ = files.open(path, start, max(one.offset + one.nbytes for one in wanted))
-    try:
-        offset = stop = at = -1
-        for one in wanted:
-            if one.offset == stop and one.at == at + stop - offset:
-                stop += one.nbytes  # neighbours in the file and in the result: one read
-                continue
-            if stop > offset:
-                files.fill(fd, path, offset, out[at : at + stop - offset])
-            offset, stop, at = one.offset, one.offset + one.nbytes, one.at
-        files.fill(fd, path, offset, out[at : at + stop - offset])
-    finally:
-        os.close(fd)
-    return size
+def _read_files(
+    files: Files, left: Iterator[tuple[str, list[Read]]], out: memoryview, sizes: dict[str, int]
+) -> None:
+    reads = 0
+    open_file, preadv, close = files.open, os.preadv, os.close
+    for path, wanted in left:
+        if len(wanted) == 1:  # thousands of small files: no call that can be spared
+            offset, nbytes, at = wanted[0]
+            fd, size, _ = open_file(path, offset, offset + nbytes)
+            part = out[at : at + nbytes]
+            try:
+                if preadv(fd, (part,), offset) != nbytes:
+                    files.fill(fd, path, offset, part)
+            except OSError as error:
+                raise files.refused(path, error) from None
+            finally:
+                close(fd)
+            reads += 1
+        else:
+            wanted.sort()
+            stop = max(offset + nbytes for offset, nbytes, _ in wanted)
+            fd, size, _ = files.open(path, wanted[0][0], stop)
+            try:
+                for first, parts in _neighbours(wanted):
+                    files.fill(fd, path, first, *[out[at : at + n] for _, n, at in parts])
+                    reads += 1
+            finally:
+                os.close(fd)
+        sizes[path] = size
+    files.counts["reads"] += reads
 
 
-def convert(files: Files, segment: Segment, skip: int, out: Array) -> None:
-    """Fill the rows of `out` from row `skip` of `segment` on, changing dtype or widening rows.
+def _neighbours(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:
+    """Group sorted reads that follow each other in the file: one preadv scatters them."""
+    parts: list[Read] = []
+    first = stop = -1
+    for read in wanted:
+        if read[0] != stop or len(parts) == _IOV_MAX:
+            if parts:
+                yield first, parts
+            parts, first = [], read[0]
+        parts.append(read)
+        stop = read[0] + read[1]
+    yield first, parts
+
+
+def _convert(files: Files, segment: Segment, skip: int, out: Array, scratch: Array) -> None:
+    """Fill rows of `out` from row `skip` of `segment` on, changing dtype or widening rows.
 
     Narrower rows go into the leading entries of each dimension; the rest of `out` is left alone.
     """
     inner = out[(slice(None), *(slice(size) for size in segment.shape))]
-    dtype = NUMPY[segment.dtype]
-    for first, block in blocks(files, segment, skip, len(out), dtype):
+    for first, block in blocks(files, segment, skip, len(out), NUMPY[segment.dtype], scratch):
         fit(segment, skip + first, block, out.dtype)
         inner[first : first + len(block)] = block
 
 
 def blocks(
-    files: Files, segment: Segment, skip: int, rows: int, dtype: np.dtype[Any]
+    files: Files,
+    segment: Segment,
+    skip: int,
+    rows: int,
+    dtype: np.dtype[Any],
+    scratch: Array | None = None,
 ) -> Iterator[tuple[int, Array]]:
     """Yield (first row, rows) from row `skip` on, at most `SCRATCH` bytes or one row at a time.
 
@@ -88,13 +159,16 @@ def blocks(
     if not row_nbytes or not rows:
         return
     step = min(rows, max(1, SCRATCH // row_nbytes))
-    scratch = np.empty((step, *segment.shape), dtype)
+    if scratch is None or scratch.nbytes < step * row_nbytes:
+        scratch = np.empty(step * row_nbytes, np.uint8)
+    buffer = scratch[: step * row_nbytes].view(dtype).reshape(step, *segment.shape)
     offset = segment.offset + skip * row_nbytes
     fd, _, _ = files.open(segment.file, offset, offset + rows * row_nbytes)
     try:
         for first in range(0, rows, step):
-            block = scratch[: min(step, rows - first)]
+            block = buffer[: min(step, rows - first)]
             files.fill(fd, segment.file, offset + first * row_nbytes, bytes_of(block))
+            files.counts["reads"] += 1
             yield first, block
     finally:
         os.close(fd)

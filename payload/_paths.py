@@ -21,8 +21,6 @@ MAX_DIRECTORIES = 64  # kept open at a time; a step touches the few versions tha
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _BENEATH = _DIRECTORY | os.O_NOFOLLOW
-# O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
-_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 
 
 def why_illegal(path: str) -> str | None:
@@ -97,8 +95,8 @@ class Roots:
         self.directories: dict[str, str] = dict(
             sorted(pairs, key=lambda p: len(p[0]), reverse=True)
         )
-        self._located: dict[str, Place] = {}  # by directory as named
-        self._kept: OrderedDict[Place, Directory] = OrderedDict()
+        self.located: dict[str, Place] = {}  # by directory as named
+        self.kept: OrderedDict[Place, Directory] = OrderedDict()
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -114,12 +112,12 @@ class Roots:
             dot (a file that is still being written).
         """
         head, _, name = path.rpartition("/")
-        where = self._located.get(head)
+        where = self.located.get(head)
         if where is None:
             where = self._locate(path, head)
-            if len(self._located) >= 4 * MAX_DIRECTORIES:
-                self._located.clear()
-            self._located[head] = where
+            if len(self.located) >= 4 * MAX_DIRECTORIES:
+                self.located.clear()
+            self.located[head] = where
         if name.startswith("."):
             raise PathError(
                 f"path {path!r} names a file that is still being written: names beginning with a dot "
@@ -141,26 +139,27 @@ class Roots:
             path=path,
         )
 
-    def directory(self, place: Place, make: int | None = None) -> Directory:
+    def directory(self, place: Place, path: str, make: int | None = None) -> Directory:
         """Return the kept descriptor of a directory, opening it component by component if new.
 
-        With `make`, missing directories beneath the root are made with those permission bits.
+        `path` is named in errors. With `make`, missing directories beneath the root are made with
+        those permission bits.
         """
-        kept = self._kept.get(place)
+        kept = self.kept.get(place)
         if kept is not None:
             return kept
         root, beneath = place
-        found = self._keep(root, "", None, root, None)
+        found = self._keep((root, ""), None, root, path, None)
         walked = ""
         for name in beneath.split("/") if beneath else ():
             walked = f"{walked}/{name}" if walked else name
-            found = self._keep(root, walked, found, name, make)
+            found = self._keep((root, walked), found, name, path, make)
         return found
 
     def _keep(
-        self, root: str, beneath: str, parent: Directory | None, name: str, make: int | None
+        self, place: Place, parent: Directory | None, name: str, path: str, make: int | None
     ) -> Directory:
-        kept = self._kept.get((root, beneath))
+        kept = self.kept.get(place)
         if kept is not None:
             return kept
         if parent is None:
@@ -170,14 +169,14 @@ class Roots:
             try:
                 found = Directory(os.open(name, _BENEATH, dir_fd=parent.fd))
             except OSError:
-                _refuse_link(f"{root}/{beneath}", name, parent.fd)
+                refuse_link(path, name, parent.fd)
                 raise
             if made and make is not None:
                 os.fchmod(found.fd, make)  # past the umask: trainers run as other users
         with self._lock:
-            self._kept[root, beneath] = found
-            while len(self._kept) > MAX_DIRECTORIES:
-                self._kept.popitem(last=False)
+            self.kept[place] = found
+            while len(self.kept) > MAX_DIRECTORIES:
+                self.kept.popitem(last=False)
         return found
 
     def forget(self, place: Place) -> bool:
@@ -188,37 +187,11 @@ class Roots:
         """
         root, beneath = place
         with self._lock:
-            dropped = self._kept.pop(place, None) is not None
+            dropped = self.kept.pop(place, None) is not None
             while beneath:
                 beneath = beneath.rpartition("/")[0]
-                dropped |= self._kept.pop((root, beneath), None) is not None
+                dropped |= self.kept.pop((root, beneath), None) is not None
         return dropped
-
-    def open(self, path: str, place: Place, name: str) -> tuple[int, os.stat_result, Directory]:
-        """Open the regular file `name`; return (descriptor, status, its directory).
-
-        Raises
-        ------
-        PathError
-            When `name` is a symbolic link or not a regular file, or a component is a link.
-        OSError
-            As the system says, for everything else.
-        """
-        directory = self._kept.get(place) or self.directory(place)
-        try:
-            fd = os.open(name, _FILE, dir_fd=directory.fd)
-        except OSError:
-            _refuse_link(path, name, directory.fd)
-            raise
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            os.close(fd)
-            raise PathError(
-                f"path {path!r} is a {_kind(status.st_mode)}, not a regular file",
-                reason="not_regular",
-                path=path,
-            )
-        return fd, status, directory
 
     def renew_lock(self) -> None:
         """Replace the lock: in a forked child nobody would release it."""
@@ -227,7 +200,7 @@ class Roots:
     def close(self) -> None:
         """Drop every kept descriptor; they reopen at next use."""
         with self._lock:
-            self._kept.clear()
+            self.kept.clear()
 
 
 def _prefix(prefix: Any) -> str:
@@ -256,7 +229,7 @@ def _make_directory(name: str, parent_fd: int) -> bool:
     return True
 
 
-def _refuse_link(path: str, name: str, parent_fd: int) -> None:
+def refuse_link(path: str, name: str, parent_fd: int) -> None:
     """Turn the kernel's refusal into a `PathError` where the cause is what `name` is."""
     try:
         mode = os.lstat(name, dir_fd=parent_fd).st_mode
@@ -271,11 +244,11 @@ def _refuse_link(path: str, name: str, parent_fd: int) -> None:
             path=path,
         ) from None
     raise PathError(
-        f"path {path!r} is a {_kind(mode)}, not a regular file", reason="not_regular", path=path
+        f"path {path!r} is a {kind_of(mode)}, not a regular file", reason="not_regular", path=path
     ) from None
 
 
-def _kind(mode: int) -> str:
+def kind_of(mode: int) -> str:
     for test, kind in (
         (stat.S_ISDIR, "directory"),
         (stat.S_ISFIFO, "fifo"),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from .errors import CoverageError, SegmentError
 from .fields import Field
-from .segment import Segment, gaps, window
+from .segment import Segment
 
 Layout = Literal["fixed", "padded", "csr"]
 Holes = Literal["none", "any"] | Iterable[tuple[int, int]]
@@ -17,12 +18,8 @@ Holes = Literal["none", "any"] | Iterable[tuple[int, int]]
 _UNKNOWN = Field()
 
 
-class Piece(NamedTuple):
-    """Rows of one segment, by place in the list, that fill token positions [start, stop)."""
-
-    which: int
-    start: int
-    stop: int
+Kind = tuple[str, tuple[int, ...]]  # dtype and row shape of a segment
+Piece = tuple[int, int, int]  # (which segment of the list, first token position, one past the last)
 
 
 def field_of(name: str, fields: Mapping[str, Field]) -> Field:
@@ -53,7 +50,7 @@ def layout_of(segment: Segment, field: Field) -> Layout:
             else "that is a table of offsets, and the field is not known as ragged: pass fields="
         )
         raise SegmentError(
-            f"segment of {segment.field!r} has rows of {segment.shape} {segment.dtype}: {need} - at $.shape",
+            f"segment of {segment.field!r} has rows of {segment.shape} {segment.dtype}: {need}",
             reason="layout",
             field=segment.field,
             path=segment.file,
@@ -61,22 +58,32 @@ def layout_of(segment: Segment, field: Field) -> Layout:
     return found
 
 
-def widest(segments: Sequence[Segment]) -> tuple[int, ...]:
-    """Row shape that holds the rows of all `segments`.
+def layouts_of(segments: Sequence[Segment], field: Field) -> dict[Kind, Layout]:
+    """The layout of each kind of segment in a list of one field."""
+    found: dict[Kind, Layout] = {}
+    for segment in segments:
+        kind = segment.dtype, segment.shape
+        if kind not in found:
+            found[kind] = layout_of(segment, field)
+    return found
+
+
+def widest(field: str, kinds: Sequence[Kind]) -> tuple[int, ...]:
+    """Row shape that holds the rows of all `kinds`.
 
     Raises
     ------
     SegmentError
         When their rows differ in the number of dimensions.
     """
-    shapes = list(dict.fromkeys(segment.shape for segment in segments))
+    shapes = [shape for _, shape in kinds]
     for shape in shapes:
         if len(shape) != len(shapes[0]):
             raise SegmentError(
-                f"segments of {segments[0].field!r} have rows of {len(shapes[0])} and of {len(shape)} "
-                f"dimensions ({shapes[0]} and {shape}): one field needs one number",
+                f"segments of {field!r} have rows of {len(shapes[0])} and of {len(shape)} dimensions "
+                f"({shapes[0]} and {shape}): one field needs one number",
                 reason="row_ranks",
-                field=segments[0].field,
+                field=field,
                 expected=len(shapes[0]),
                 actual=len(shape),
             )
@@ -87,8 +94,9 @@ def pieces(segments: Sequence[Segment], lo: int, hi: int) -> list[Piece]:
     """Cut the window [lo, hi) into pieces, ascending; of overlapping segments the later one wins."""
     found: list[Piece] = []
     reached = lo
-    for index, segment in enumerate(segments):
-        start, stop = segment.pos, segment.pos + segment.rows
+    for which, segment in enumerate(segments):
+        start = segment.pos
+        stop = start + segment.rows
         if start < lo:
             start = lo
         if stop > hi:
@@ -97,7 +105,7 @@ def pieces(segments: Sequence[Segment], lo: int, hi: int) -> list[Piece]:
             continue
         if start < reached:
             return _overlapping(segments, lo, hi)
-        found.append(Piece(index, start, stop))
+        found.append((which, start, stop))
         reached = stop
     return found
 
@@ -122,46 +130,61 @@ def _overlapping(segments: Sequence[Segment], lo: int, hi: int) -> list[Piece]:
             heapq.heappop(active)
         if not active:
             continue
-        index = -active[0][0]
-        if found and found[-1].which == index and found[-1].stop == start:
-            found[-1] = found[-1]._replace(stop=stop)
+        which = -active[0][0]
+        if found and found[-1][0] == which and found[-1][2] == start:
+            found[-1] = which, found[-1][1], stop
         else:
-            found.append(Piece(index, start, stop))
+            found.append((which, start, stop))
     return found
 
 
 def holes_of(found: Sequence[Piece], lo: int, hi: int) -> list[tuple[int, int]]:
     """Positions of [lo, hi) that ascending pieces leave uncovered."""
     holes = []
-    for piece in found:
-        if piece.start > lo:
-            holes.append((lo, piece.start))
-        lo = piece.stop
+    for _, start, stop in found:
+        if start > lo:
+            holes.append((lo, start))
+        lo = stop
     if lo < hi:
         holes.append((lo, hi))
     return holes
 
 
+def holes_allowed(holes: Any, known: Field) -> list[tuple[int, int]] | None:
+    """Return the ranges that may be uncovered, None if any may be.
+
+    Raises
+    ------
+    ValueError, TypeError
+        When `holes` is not "none", "any" or a list of (lo, hi).
+    """
+    if holes is None:
+        holes = "any" if known.sparse else "none"
+    if isinstance(holes, str):
+        if holes == "any":
+            return None
+        if holes == "none":
+            return []
+    else:
+        try:
+            pairs = [(operator.index(lo), operator.index(hi)) for lo, hi in holes]
+        except (TypeError, ValueError):
+            pairs = [(1, 0)]
+        if all(lo <= hi for lo, hi in pairs):
+            return sorted(pairs)
+    raise ValueError(f"holes is {holes!r}: needs 'none', 'any' or a list of (lo, hi)")
+
+
 def check_coverage(
-    segments: Sequence[Segment], field: str, known: Field, holes: Any, lo: int, hi: int
-) -> list[tuple[int, int]]:
-    """Return the uncovered positions of [lo, hi), refusing those that `holes` does not allow.
+    missing: list[tuple[int, int]], field: str, allowed: list[tuple[int, int]], lo: int, hi: int
+) -> None:
+    """Refuse uncovered positions of [lo, hi) that are not in `allowed`.
 
     Raises
     ------
     CoverageError
         It lists the gaps. Judged on one range for all ranks, every rank comes to the same verdict.
     """
-    missing = gaps(segments, field, lo, hi)
-    if holes is None:
-        holes = "any" if known.sparse else "none"
-    if holes == "any" or not missing:
-        return missing
-    allowed: list[tuple[int, int]] = []
-    if holes != "none":
-        if isinstance(holes, str):
-            raise ValueError(f"holes is {holes!r}: needs 'none', 'any' or a list of (lo, hi)")
-        allowed = sorted(window(*hole) for hole in holes)
     refused = _subtract(missing, allowed)
     if refused:
         rows = sum(stop - start for start, stop in refused)
@@ -174,7 +197,6 @@ def check_coverage(
             expected=hi - lo,
             actual=refused,
         )
-    return missing
 
 
 def _subtract(ranges: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:

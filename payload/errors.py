@@ -25,7 +25,7 @@ class PayloadError(Exception):
     index : int or None
         Place of the segment in the payload it came in.
     field : str or None
-        Side array the segment belongs to, or for a `SegmentError` the key that is wrong.
+        Side array the segment belongs to.
     path : str or None
         File as the segment names it.
     offset : int or None
@@ -80,7 +80,7 @@ class PathError(SegmentError):
 
 
 class PayloadMissingError(PayloadError, FileNotFoundError):
-    """The file is not there: it never was, or it is gone."""
+    """The file is not there: it never was, or it is gone; `actual` is the seconds waited."""
 
     reason = "missing"
 
@@ -96,7 +96,7 @@ class PayloadTruncatedError(PayloadError, EOFError):
 
 
 class PayloadCorruptError(PayloadError, ValueError):
-    """A table, header or checksum disagrees with the bytes in the file."""
+    """The bytes are not what a table, header or checksum says, or do not fit the dtype asked for."""
 
     reason = "corrupt"
 
@@ -114,7 +114,10 @@ class CoverageError(PayloadError, LookupError):
 
 
 class PayloadWriteError(PayloadError, OSError):
-    """The write did not happen and nothing was left behind; ``errno`` is the system's code."""
+    """The write did not happen and nothing was left behind.
+
+    ``errno`` is the system's code, None where a limit of the writer refused.
+    """
 
     reason = "write"
 

@@ -19,6 +19,7 @@ from .dtypes import DTYPES
 from .errors import PayloadCorruptError
 
 FORMAT: Final = "byhandle/1"
+SUFFIX: Final = ".safetensors"
 ALIGNMENT: Final = 64  # a cache line, and what vector loads like best
 MAX_HEADER: Final = 2**20  # bytes; a response's header has a few hundred
 

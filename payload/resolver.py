@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -15,11 +16,11 @@ from . import _gather, _plan
 from ._cast import NUMPY, common_dtype, exact_fill, known_dtype
 from ._csr import Rows, cut, longest
 from ._files import Files, Map, Mode
-from ._gather import Array, Read, bytes_of
-from .errors import ResolverClosedError, SegmentError
+from ._gather import Array, bytes_of
+from .errors import PayloadError, ResolverClosedError, SegmentError
 from .fields import FIELDS, Field
 from .ragged import Ragged
-from .segment import Segment, check, decode_segments, window
+from .segment import Segment, check, decode_segments, uncovered, window
 
 _ndarray = np.ndarray  # a global is one look-up less than an attribute, in the path of every view
 
@@ -84,7 +85,8 @@ class Resolver:
     fields : mapping of str to Field
         What is known of each side array.
     max_maps : int, optional
-        Maps kept open. Default: half of the descriptors the process may open, at most 8,192.
+        Maps kept open. Default: half of the descriptors the process may open, at most 8,192; on
+        Python 3.13, where a map needs none, 32,768.
     max_bytes : int, optional
         Largest array to make. Default: the memory of this machine.
 
@@ -138,6 +140,7 @@ class Resolver:
         # With checksums every view is looked at, so the short cut in view() never finds a map.
         self._maps: Mapping[str, Map] = {} if verify == "checksum" else self._files.maps
         self._rows: dict[tuple[str, str, tuple[int, ...]], _Rows] = {}
+        self._checked: tuple[Segment, ...] = ()
         self._closed = False
 
     def view(self, segment: Segment) -> Array:
@@ -216,7 +219,7 @@ class Resolver:
                 return _ndarray(shape, known.dtype, found, offset)
         self._check_size(segment.field, nbytes)
         out = np.empty(shape, known.dtype)
-        _gather.read(self._files, [Read(segment.file, offset, nbytes, 0)], bytes_of(out))
+        _gather.run(self._files, {segment.file: [(offset, nbytes, 0)]}, bytes_of(out), nbytes)
         self._files.counts["bytes_copied"] += nbytes
         return _read_only(out)
 
@@ -224,7 +227,7 @@ class Resolver:
         """Note how to view segments like this checked one; a payload has one or two kinds."""
         if _plan.layout_of(segment, _plan.field_of(segment.field, self._fields)) == "csr":
             raise SegmentError(
-                f"segment of {segment.field!r} is ragged and has no view: use Resolver.ragged - at $.field",
+                f"segment of {segment.field!r} is ragged and has no view: use Resolver.ragged",
                 reason="ragged",
                 field=segment.field,
                 path=segment.file,
@@ -258,12 +261,19 @@ class Resolver:
         segments = decode_segments(payload)
         layouts = [_plan.layout_of(s, _plan.field_of(s.field, self._fields)) for s in segments]
         resolved: dict[str, list[Array | Ragged]] = {}
-        for segment, layout in zip(segments, layouts, strict=True):
+        for index, (segment, layout) in enumerate(zip(segments, layouts, strict=True)):
             one: Array | Ragged
-            if layout == "csr":
-                one = cast(Ragged, self.ragged([segment], segment.field, segment.pos, segment.end))
-            else:
-                one = self.view(segment)
+            try:
+                if layout == "csr":
+                    window = segment.pos, segment.end
+                    one = cast(
+                        "Ragged", self._ragged([segment], segment.field, *window, "any", None)
+                    )
+                else:
+                    one = self.view(segment)
+            except PayloadError as error:
+                error.index, error.field = index, segment.field
+                raise
             resolved.setdefault(segment.field, []).append(one)
         return resolved
 
@@ -336,27 +346,44 @@ class Resolver:
         [[0, 0], [7, 7], [7, 7]]
         """
         self._check_open()
+        decoded = self._decode(segments)
         lo, hi = window(lo, hi)
-        wanted = _of_field(segments, field)
+        with _naming(decoded, field):
+            return self._window(decoded, field, lo, hi, fill, holes, extent, dtype, out)
+
+    def _window(
+        self,
+        segments: Sequence[Segment],
+        field: str,
+        lo: int,
+        hi: int,
+        fill: float | Literal["field"] | None,
+        holes: _plan.Holes | None,
+        extent: tuple[int, int] | None,
+        dtype: Any,
+        out: Array | None,
+    ) -> Array | None:
+        wanted = [segment for segment in segments if segment.field == field]
         if not wanted:
             return None
         known = _plan.field_of(field, self._fields)
-        layouts = [_plan.layout_of(segment, known) for segment in wanted]
-        uncovered = self._uncovered(wanted, field, known, lo, hi, holes, extent)
-        if known.ragged:
-            return self._padded(wanted, layouts, known, lo, hi, fill, dtype, out)
-        shape = _plan.widest(wanted)
-        target = _target(wanted, known, dtype)
-        narrower = any(segment.shape != shape for segment in wanted)
-        filling = self._fill(field, known, fill, target, needed=bool(uncovered) or narrower)
+        layouts = _plan.layouts_of(wanted, known)
         found = _plan.pieces(wanted, lo, hi)
-        if out is None and len(found) == 1 and found[0].start == lo and found[0].stop == hi:
-            segment = wanted[found[0].which]
+        holes_left = self._uncovered(wanted, found, known, lo, hi, holes, extent)
+        if known.ragged:
+            return self._padded(wanted, layouts, found, known, lo, hi, fill, dtype, out)
+        kinds = list(layouts)
+        shape = _plan.widest(field, kinds)
+        target = _target(field, kinds, known, dtype)
+        narrower = any(other != shape for _, other in kinds)
+        filling = self._fill(field, known, fill, target, needed=holes_left or narrower)
+        if out is None and len(found) == 1 and found[0][1:] == (lo, hi):
+            segment = wanted[found[0][0]]
             if segment.shape == shape and NUMPY[segment.dtype] == target:
                 return self.view(cut(segment, lo, hi))
         result = self._result(field, (hi - lo, *shape), target, out)
         if result.size:
-            self._gather(wanted, found, lo, result)
+            self._gather(wanted, kinds, found, lo, result)
             if filling is not None:
                 _fill_gaps(wanted, found, lo, hi, result, filling)
         return result
@@ -426,20 +453,32 @@ class Resolver:
             As for `window`.
         """
         self._check_open()
-        lo, hi = window(lo, hi)
-        wanted = _of_field(segments, field)
+        decoded = self._decode(segments)
+        with _naming(decoded, field):
+            return self._ragged(decoded, field, *window(lo, hi), holes, extent)
+
+    def _ragged(
+        self,
+        segments: Sequence[Segment],
+        field: str,
+        lo: int,
+        hi: int,
+        holes: _plan.Holes | None,
+        extent: tuple[int, int] | None,
+    ) -> Ragged | None:
+        wanted = [segment for segment in segments if segment.field == field]
         if not wanted:
             return None
         known = _plan.field_of(field, self._fields)
         if not known.ragged:
             raise SegmentError(
-                f"field {field!r} is not known as ragged: use window, or pass fields= - at $.field",
+                f"field {field!r} is not known as ragged: use window, or pass fields=",
                 reason="not_ragged",
                 field=field,
             )
-        layouts = [_plan.layout_of(segment, known) for segment in wanted]
-        self._uncovered(wanted, field, known, lo, hi, holes, extent)
+        layouts = _plan.layouts_of(wanted, known)
         found = _plan.pieces(wanted, lo, hi)
+        self._uncovered(wanted, found, known, lo, hi, holes, extent)
         value = NUMPY[known.dtype or "int32"]
         rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill)
         self._check_size(field, int(rows.counts.sum()) * value.itemsize)
@@ -464,7 +503,7 @@ class Resolver:
         """
         self._check_open()
         self._files.prefetch(
-            [(s.file, s.offset, s.nbytes or 0) for s in decode_segments(segments) if s.rows]
+            [(s.file, s.offset, s.nbytes or 0) for s in self._decode(segments) if s.rows]
         )
 
     def stats(self) -> Stats:
@@ -486,6 +525,7 @@ class Resolver:
     def close(self) -> None:
         """Give up all maps and descriptors; views taken before stay valid. Idempotent."""
         self._closed = True
+        self._checked = ()
         self._files.close()
 
     def __enter__(self) -> Self:
@@ -509,11 +549,24 @@ class Resolver:
         if self._closed:
             raise ResolverClosedError("resolver is closed: make a new one")
 
+    def _decode(self, segments: Any) -> list[Segment]:
+        """As `decode_segments`, once for a list that is asked for one field after the other."""
+        checked = self._checked
+        if (
+            type(segments) is list
+            and len(segments) == len(checked)
+            and all(map(operator.is_, segments, checked))
+        ):
+            return segments  # frozen, so as legal as the last time
+        decoded = decode_segments(segments)
+        self._checked = tuple(decoded)
+        return decoded
+
     def _check_size(self, field: str, nbytes: int) -> None:
         if nbytes > self._max_bytes:
-            raise SegmentError(
+            raise PayloadError(
                 f"field {field!r} needs an array of {nbytes} bytes, max_bytes is {self._max_bytes}: ask "
-                "for a smaller window or raise it - at $.payload",
+                "for a smaller window, or raise it",
                 reason="max_bytes",
                 field=field,
                 expected=self._max_bytes,
@@ -523,17 +576,25 @@ class Resolver:
     def _uncovered(
         self,
         wanted: Sequence[Segment],
-        field: str,
+        found: Sequence[_plan.Piece],
         known: Field,
         lo: int,
         hi: int,
         holes: _plan.Holes | None,
         extent: tuple[int, int] | None,
-    ) -> list[tuple[int, int]]:
+    ) -> bool:
+        """Whether positions are uncovered; refuses those that must not be."""
+        allowed = _plan.holes_allowed(holes, known)
         first, last = window(*extent) if extent is not None else (lo, hi)
         if first > lo or last < hi:
             raise ValueError(f"extent [{first}, {last}) does not contain the window [{lo}, {hi})")
-        return _plan.check_coverage(wanted, field, known, holes, first, last)
+        if (first, last) == (lo, hi):
+            missing = _plan.holes_of(found, lo, hi)
+        else:
+            missing = uncovered([(s.pos, s.end) for s in wanted if s.rows], first, last)
+        if missing and allowed is not None:
+            _plan.check_coverage(missing, wanted[0].field, allowed, first, last)
+        return bool(missing)
 
     def _fill(
         self, field: str, known: Field, fill: Any, target: np.dtype[Any], *, needed: bool
@@ -564,34 +625,43 @@ class Resolver:
         return out
 
     def _gather(
-        self, wanted: Sequence[Segment], found: Sequence[_plan.Piece], lo: int, result: Array
+        self,
+        wanted: Sequence[Segment],
+        kinds: Sequence[_plan.Kind],
+        found: Sequence[_plan.Piece],
+        lo: int,
+        result: Array,
     ) -> None:
         row_nbytes = result[:1].nbytes
         shape, name = result.shape[1:], result.dtype.name
-        reads: list[Read] = []
-        for index, start, stop in found:
-            segment = wanted[index]
-            if segment.shape == shape and segment.dtype == name:
-                reads.append(
-                    Read(
-                        segment.file,
-                        segment.offset + (start - segment.pos) * row_nbytes,
-                        (stop - start) * row_nbytes,
-                        (start - lo) * row_nbytes,
-                    )
-                )
+        reads: dict[str, list[_gather.Read]] = {}
+        converts: dict[str, list[_gather.Convert]] = {}
+        copied = 0
+        one_kind = len(kinds) == 1 and kinds[0] == (name, shape)
+        for which, start, stop in found:
+            segment = wanted[which]
+            skip, rows = start - segment.pos, stop - start
+            if one_kind or (segment.dtype == name and segment.shape == shape):
+                nbytes = rows * row_nbytes
+                read = segment.offset + skip * row_nbytes, nbytes, (start - lo) * row_nbytes
+                others = reads.get(segment.file)
+                if others is None:
+                    reads[segment.file] = [read]
+                else:
+                    _gather.add_read(others, read)
+                copied += nbytes
             else:
-                rows = result[start - lo : stop - lo]
-                _gather.convert(self._files, segment, start - segment.pos, rows)
-        _gather.read(self._files, reads, bytes_of(result))
-        self._files.counts["bytes_copied"] += sum(
-            (stop - start) * wanted[index].row_nbytes for index, start, stop in found
-        )
+                into = result[start - lo : stop - lo]
+                converts.setdefault(segment.file, []).append((segment, skip, into))
+                copied += rows * segment.row_nbytes
+        _gather.run(self._files, reads, bytes_of(result), copied, converts)
+        self._files.counts["bytes_copied"] += copied
 
     def _padded(
         self,
         wanted: Sequence[Segment],
-        layouts: Sequence[_plan.Layout],
+        layouts: Mapping[_plan.Kind, _plan.Layout],
+        found: Sequence[_plan.Piece],
         known: Field,
         lo: int,
         hi: int,
@@ -605,29 +675,26 @@ class Resolver:
         filling = self._fill(field, known, "field" if fill is None else fill, target, needed=True)
         width = longest(self._files, wanted, layouts)
         result = self._result(field, (hi - lo, width), target, out)
-        found = _plan.pieces(wanted, lo, hi)
         rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill)
         result[...] = filling
         rows.scatter(result)
         return result
 
 
-def _target(wanted: Sequence[Segment], known: Field, dtype: Any) -> np.dtype[Any]:
+def _target(field: str, kinds: Sequence[_plan.Kind], known: Field, dtype: Any) -> np.dtype[Any]:
     """Dtype of a window over fixed segments."""
     if dtype is None:
         try:
-            return common_dtype(segment.dtype for segment in wanted)
+            return common_dtype(name for name, _ in kinds)
         except ValueError as error:
             raise SegmentError(
-                f"segments of {wanted[0].field!r} cannot stand in one array: {error}; pass dtype=",
+                f"segments of {field!r} cannot stand in one array: {error}; pass dtype=",
                 reason="dtypes",
-                field=wanted[0].field,
+                field=field,
             ) from None
     if isinstance(dtype, str) and dtype == "field":
         if known.dtype is None:
-            raise ValueError(
-                f"field {wanted[0].field!r} has no dtype in the field table: pass dtype="
-            )
+            raise ValueError(f"field {field!r} has no dtype in the field table: pass dtype=")
         return NUMPY[known.dtype]
     return known_dtype(dtype)
 
@@ -644,11 +711,34 @@ def _fill_gaps(
     for start, stop in _plan.holes_of(found, lo, hi):
         result[start - lo : stop - lo] = filling
     shape = result.shape[1:]
-    for index, start, stop in found:
-        for axis, size in enumerate(wanted[index].shape):
+    for which, start, stop in found:
+        for axis, size in enumerate(wanted[which].shape):
             if size < shape[axis]:
                 before = (slice(start - lo, stop - lo), *[slice(None)] * axis, slice(size, None))
                 result[before] = filling
+
+
+class _naming:
+    """Says in a `PayloadError` which segment of the list it is about, where its path tells."""
+
+    __slots__ = ("field", "segments")
+
+    def __init__(self, segments: Sequence[Segment], field: str) -> None:
+        self.segments = segments
+        self.field = field
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, PayloadError):
+            return
+        error.field = error.field or self.field
+        if error.index is None and error.path is not None:
+            for index, segment in enumerate(self.segments):
+                if (segment.file, segment.field) == (error.path, self.field):
+                    error.index = index
+                    break
 
 
 def _open(parameters: dict[str, Any]) -> Resolver:
@@ -658,7 +748,3 @@ def _open(parameters: dict[str, Any]) -> Resolver:
 def _read_only(array: Array) -> Array:
     array.flags.writeable = False
     return array
-
-
-def _of_field(segments: Any, field: str) -> list[Segment]:
-    return [segment for segment in decode_segments(segments) if segment.field == field]

@@ -105,8 +105,49 @@ def is_ragged(segment: Segment) -> bool:
     return field is not None and field.ragged and _itemsize(segment) == 4
 
 
-# Bytes of one row by (dtype, shape), for the pairs found legal; a payload has one or two of them.
-_ROW_NBYTES: dict[tuple[str, tuple[int, ...]], int] = {}
+# What was found legal, so that the common case is one look: a payload has one or two kinds of rows
+# and a few directories. Bounded; emptied when full.
+_ROWS: dict[tuple[str, tuple[int, ...]], tuple[int, tuple[int, ...]]] = {}  # -> (row bytes, shape)
+_DIRECTORIES: set[str] = set()
+_REMEMBERED: Final = 1024
+
+
+def _first_doubtful(segments: Sequence[Any], first: int) -> int:
+    """Index, from `first` on, of the first item that is not at one look a legal segment.
+
+    Only what cannot be wrong is passed over; the rest is explained by `_explain`.
+    """
+    for index in range(first, len(segments)):
+        s = segments[index]
+        if type(s) is not Segment:
+            return index
+        offset, pos, rows, shape, file = s.offset, s.pos, s.rows, s.shape, s.file
+        try:
+            row_nbytes, known = _ROWS[s.dtype, shape]
+            directory, _, name = file.rpartition("/")
+            if (
+                not (type(offset) is type(pos) is type(rows) is int)
+                or (offset | pos | rows | pos + rows | offset + rows * row_nbytes + 4) >> 63
+                or not row_nbytes
+                or s.length is not None
+                or type(s.field) is not str
+                or directory not in _DIRECTORIES
+                or name[:1] in _NO_NAME
+                or "\0" in name
+                or not name.isascii()
+                or len(file) > 1000
+            ):
+                return index
+        except (AttributeError, KeyError, TypeError):
+            return index
+        if shape is not known:  # True and 1.0 equal 1 as a key
+            for size in shape:
+                if type(size) is not int:
+                    return index
+    return len(segments)
+
+
+_NO_NAME: Final = frozenset({"", "."})
 
 
 def check(segment: Segment, place: str = "$", index: int | None = None) -> None:
@@ -115,29 +156,17 @@ def check(segment: Segment, place: str = "$", index: int | None = None) -> None:
     Holds for any segment, however it was made: types exact, numbers in [0, 2^63-1], dtype in the
     table, sums and products in range, path legal, length equal to what rows and shape say.
     """
-    # The common case in one look: only what cannot be wrong returns here, the rest is explained.
-    try:
-        row_nbytes = _ROW_NBYTES[segment.dtype, segment.shape]
-        offset, pos, rows = segment.offset, segment.pos, segment.rows
-        if (
-            segment.length is None
-            and row_nbytes
-            and type(offset) is type(pos) is type(rows) is int
-            and not (offset | pos | rows | pos + rows | offset + rows * row_nbytes + 4) >> 63
-            and type(segment.field) is type(segment.file) is str
-            and why_illegal(segment.file) is None
-        ):
-            for size in segment.shape:
-                if type(size) is not int:
-                    break
-            else:
-                return
-    except (KeyError, TypeError):
-        pass
+    if _first_doubtful((segment,), 0):
+        return
     _explain(segment, place, index)
-    if len(_ROW_NBYTES) >= 1024:
-        _ROW_NBYTES.clear()
-    _ROW_NBYTES[segment.dtype, segment.shape] = segment.row_nbytes
+    if len(_ROWS) >= _REMEMBERED:
+        _ROWS.clear()
+    if len(_DIRECTORIES) >= _REMEMBERED:
+        _DIRECTORIES.clear()
+    _ROWS[segment.dtype, segment.shape] = segment.row_nbytes, segment.shape
+    directory = segment.file.rpartition("/")[0]
+    if directory:  # "" is also that of a name that is not absolute
+        _DIRECTORIES.add(directory)
 
 
 def _explain(segment: Segment, place: str, index: int | None) -> None:
@@ -185,6 +214,8 @@ def _explain(segment: Segment, place: str, index: int | None) -> None:
             "dtype",
             f"dtype is {_show(segment.dtype)}: needs one of {known}",
             reason="unknown_dtype",
+            expected=tuple(DTYPES),
+            actual=segment.dtype,
         )
     shape = segment.shape
     if type(shape) is not tuple:
@@ -289,8 +320,9 @@ def decode_segments(obj: Any) -> list[Segment]:
         if obj is None:
             return []
     if isinstance(obj, (str, Mapping)) or not isinstance(obj, Iterable):
+        need = "bytes, or a list of segments" if isinstance(obj, str) else "a list of segments"
         raise SegmentError(
-            f"payload is {_show(obj)}: needs a list of segments - at $.payload", reason="wrong_type"
+            f"payload is {_show(obj)}: needs {need} - at $.payload", reason="wrong_type"
         )
     items = obj if isinstance(obj, Sequence) else list(obj)
     if len(items) > MAX_SEGMENTS:
@@ -300,7 +332,12 @@ def decode_segments(obj: Any) -> list[Segment]:
             expected=MAX_SEGMENTS,
             actual=len(items),
         )
-    return [_decode(item, index) for index, item in enumerate(items)]
+    segments = list(items)
+    index = _first_doubtful(segments, 0)
+    while index < len(segments):
+        segments[index] = _decode(segments[index], index)
+        index = _first_doubtful(segments, index + 1)
+    return segments
 
 
 def _unpack(data: Any) -> Any:
@@ -312,7 +349,12 @@ def _unpack(data: Any) -> Any:
             expected=MAX_MESSAGE,
             actual=data.nbytes,
         )
-    is_json = data.nbytes > 0 and bytes(data[:1]) in b"[n \t\r\n"
+    first = bytes(data[:1])
+    is_json = bool(first) and first in b"[n \t\r\n"
+    if first == b"{":
+        raise SegmentError(
+            "payload is a JSON object: needs a list of segments - at $.payload", reason="wrong_type"
+        )
     try:
         return msgspec.json.decode(data) if is_json else msgspec.msgpack.decode(data)
     except (msgspec.DecodeError, RecursionError, TypeError, ValueError) as error:
@@ -542,9 +584,14 @@ def gaps(
     [(0, 2), (6, 8)]
     """
     lo, hi = window(lo, hi)
+    runs = [(s.pos, s.end) for s in decode_segments(segments) if s.field == field and s.rows]
+    return uncovered(runs, lo, hi)
+
+
+def uncovered(runs: Iterable[tuple[int, int]], lo: int, hi: int) -> list[tuple[int, int]]:
+    """List what of [lo, hi) is in none of the half-open `runs`, in any order."""
     found: list[tuple[int, int]] = []
     reached = lo
-    runs = [(s.pos, s.end) for s in decode_segments(segments) if s.field == field and s.rows]
     for start, stop in sorted(runs):
         if start >= hi:
             break

@@ -23,7 +23,7 @@ from ._paths import Directory, Place, Roots, why_illegal
 from .dtypes import DTYPES
 from .errors import PathError, PayloadWriteError
 from .fields import FIELDS
-from .format import encode_header, why_illegal_field
+from .format import SUFFIX, encode_header, why_illegal_field
 from .ragged import Ragged
 from .segment import Segment, check
 
@@ -109,6 +109,12 @@ class Writer:
     min_free : int
         Bytes that must stay free on the file system.
 
+    Notes
+    -----
+    Thread-safe. `write` blocks until the file is closed: an async server calls it on a thread. The
+    values of a `Ragged` are written in the field's dtype; one that would change is refused, except
+    that float64 rounds to float32.
+
     Examples
     --------
     >>> import tempfile
@@ -139,7 +145,7 @@ class Writer:
     def write(
         self,
         arrays: Mapping[str, tuple[int, Array | Ragged]],
-        payload_dir: str | None = None,
+        payload_dir: str | os.PathLike[str] | None = None,
         metadata: Mapping[str, str] | None = None,
     ) -> list[Segment]:
         """Write side arrays into one new file and return their segments.
@@ -150,7 +156,7 @@ class Writer:
         ----------
         arrays : mapping of field to (pos, ndarray or Ragged)
             `pos` is the token position of row 0; axis 0 of an array counts rows.
-        payload_dir : str, optional
+        payload_dir : path, optional
             Directory for the file: beneath `prefix`, or relative to it. Default ``v0``.
         metadata : mapping of str to str, optional
             Kept in the file's header: weights version, request id, ...
@@ -169,7 +175,11 @@ class Writer:
         ValueError, TypeError
             When an array cannot be a side array.
         """
-        placed = [_place(field, *value) for field, value in arrays.items()]
+        if not isinstance(arrays, Mapping):
+            raise TypeError(
+                f"arrays is {type(arrays).__name__}: needs a mapping of field to (pos, array)"
+            )
+        placed = [_place(field, value) for field, value in arrays.items()]
         if not placed:
             return []
         path, place, name = self._new_name(payload_dir)
@@ -180,25 +190,33 @@ class Writer:
         self._publish(path, place, name, chunks)
         return segments
 
-    def _new_name(self, payload_dir: str | None) -> tuple[str, Place, str]:
+    def _new_name(self, payload_dir: str | os.PathLike[str] | None) -> tuple[str, Place, str]:
         """Choose a name that was never used; return it as on the wire, its place, and the file."""
-        wanted = "v0" if payload_dir is None else payload_dir
+        wanted = "v0" if payload_dir is None else os.fspath(payload_dir)
+        if not isinstance(wanted, str):
+            raise TypeError(f"payload_dir is {payload_dir!r}: needs a path")
         if not wanted.startswith("/"):
             wanted = f"{self.prefix.rstrip('/')}/{wanted}"
         wanted = wanted.rstrip("/") or "/"
         wrong = why_illegal(wanted) if wanted != "/" else None
         if wrong:
+            raise PathError(f"payload_dir {wanted!r} {wrong}", reason="illegal_path", path=wanted)
+        path = f"{wanted.rstrip('/')}/{uuid.uuid4().hex}{SUFFIX}"
+        try:
+            return path, *self._roots.locate(path)
+        except PathError:
             raise PathError(
-                f"payload_dir {payload_dir!r} {wrong}", reason="illegal_path", path=payload_dir
-            )
-        path = f"{wanted.rstrip('/')}/{uuid.uuid4().hex}.safetensors"
-        return path, *self._roots.locate(path)
+                f"payload_dir {wanted!r} is outside the writer's root: it must lie beneath {self.prefix!r}",
+                reason="outside_roots",
+                path=wanted,
+            ) from None
 
     def _publish(self, path: str, place: Place, name: str, chunks: list[memoryview]) -> None:
         needed = sum(len(chunk) for chunk in chunks)
         if self._max_bytes is not None and needed > self._max_bytes:
             raise PayloadWriteError(
-                f"payload of {needed} bytes is over the writer's max_bytes {self._max_bytes}",
+                f"file {path!r} needs {needed} bytes, the writer's max_bytes is {self._max_bytes}: raise it, "
+                "or send this response inline",
                 reason="max_bytes",
                 path=path,
                 expected=self._max_bytes,
@@ -206,7 +224,7 @@ class Writer:
             )
         directory = None
         try:
-            directory = self._directory(place)
+            directory = self._directory(place, path)
             self._refuse_full(path, needed, directory)
             self._write_and_rename(directory.fd, name, chunks)
         except OSError as error:
@@ -214,11 +232,11 @@ class Writer:
                 raise
             raise self._failed(path, needed, directory, error) from None
 
-    def _directory(self, place: Place) -> Directory:
+    def _directory(self, place: Place, path: str) -> Directory:
         """Open the directory for a new file; made if missing, opened anew if it was wiped."""
         for _ in range(2):
             try:
-                found = self._roots.directory(place, make=self._directory_mode())
+                found = self._roots.directory(place, path, make=self._directory_mode())
             except FileNotFoundError:
                 os.makedirs(self.root, exist_ok=True)
                 self._roots.forget(place)
@@ -226,7 +244,7 @@ class Writer:
             if os.fstat(found.fd).st_nlink:
                 return found
             self._roots.forget(place)
-        return self._roots.directory(place, make=self._directory_mode())
+        return self._roots.directory(place, path, make=self._directory_mode())
 
     def _directory_mode(self) -> int:
         return self._mode | (self._mode & 0o444) >> 2 | stat.S_IRWXU
@@ -262,8 +280,9 @@ class Writer:
                 f"payload needs {needed} bytes, {free} are free beneath {self.root!r}{keeping}: "
                 "remove old versions or enlarge the file system",
                 reason="full",
+                retryable=True,
                 path=path,
-                expected=needed,
+                expected=needed + self._min_free,
                 actual=free,
                 errno=errno.ENOSPC,
             )
@@ -273,12 +292,14 @@ class Writer:
     ) -> PayloadWriteError:
         free: int | None = None
         if directory is not None:
-            room = os.fstatvfs(directory.fd)
-            free = room.f_bavail * room.f_frsize
+            status = os.fstatvfs(directory.fd)
+            free = status.f_bavail * status.f_frsize
         code = errno.errorcode.get(error.errno or 0, "unknown")
+        room = f" beneath {self.root!r}"
+        if free is not None:
+            room = f"; needed {needed} bytes, {free} are free{room}"
         return PayloadWriteError(
-            f"file {path!r} was not written: {os.strerror(error.errno or 0)} ({code}); needed {needed} "
-            f"bytes, {'unknown' if free is None else free} are free beneath {self.root!r}",
+            f"file {path!r} was not written: {os.strerror(error.errno or 0)} ({code}){room}",
             reason="write",
             path=path,
             expected=needed,
@@ -288,17 +309,23 @@ class Writer:
         )
 
 
-def _place(field: str, pos: Any, data: Any) -> _Placed:
+def _place(field: str, value: Any) -> _Placed:
     wrong = why_illegal_field(field)
     if wrong:
         raise ValueError(f"field {field!r} {wrong}")
-    pos = operator.index(pos)
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise TypeError(f"field {field!r} is {type(value).__name__}: needs (pos, array)")
+    pos, data = value
+    try:
+        pos = operator.index(pos)
+    except TypeError:
+        raise TypeError(f"field {field!r} has pos {pos!r}: needs an integer") from None
     if pos < 0:
         raise ValueError(f"field {field!r} has pos {pos}: needs a token position, 0 or more")
     known = FIELDS.get(field)
     if isinstance(data, Ragged):
         if known is None or not known.ragged:
-            raise TypeError(f"field {field!r} is Ragged: it is not known as ragged")
+            raise TypeError(f"field {field!r} is Ragged: only fields known as ragged can be")
         return _Placed(field, pos, narrow(data.values, known.dtype or "int32"), data.offsets)
     if not isinstance(data, np.ndarray):
         raise TypeError(f"field {field!r} is {type(data).__name__}: needs a numpy array or Ragged")
@@ -306,6 +333,10 @@ def _place(field: str, pos: Any, data: Any) -> _Placed:
         raise TypeError(f"field {field!r} has dtype {data.dtype}: needs one of {', '.join(DTYPES)}")
     if not data.ndim:
         raise ValueError(f"field {field!r} has no axis: needs one that counts rows")
+    if known is not None and known.ragged and data.ndim != 2:
+        raise ValueError(
+            f"field {field!r} has shape {data.shape}: needs Ragged, or padded [rows, width]"
+        )
     # Little-endian and C order are what the format means by a dtype and a shape.
     return _Placed(field, pos, np.asarray(data, data.dtype.newbyteorder("<"), order="C"))
 

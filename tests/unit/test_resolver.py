@@ -254,7 +254,7 @@ def test_what_is_not_a_regular_file_beneath_the_root_is_refused(
             PathError, match="symbolic link|not a regular file|cannot be read"
         ) as caught:
             resolver.view(Segment("f", str(path), 0, 0, 1, "uint8", (4,)))
-        assert caught.value.path == (str(root / "v2") if what == "middle" else str(path))
+        assert caught.value.path == str(path)
     if listener:
         listener.close()
 
@@ -295,11 +295,14 @@ def test_a_missing_file_says_what_its_directory_shows(tmp_path: Path) -> None:
     with Resolver(tmp_path) as resolver:
         with pytest.raises(PayloadMissingError) as caught:
             resolver.view(Segment("f", f"{tmp_path}/v1/a", 0, 0, 1, "uint8", (4,)))
-        assert f"directory '{tmp_path}/v1' exists with 1 entries" in str(caught.value)
+        assert f"did not wait; its directory '{tmp_path}/v1' has 1 entries" in str(caught.value)
         assert caught.value.retryable
         with pytest.raises(PayloadMissingError, match="does not open: No such file"):
             resolver.view(Segment("f", f"{tmp_path}/v2/a", 0, 0, 1, "uint8", (4,)))
-    with Resolver(tmp_path / "absent") as resolver, pytest.raises(FileNotFoundError):
+    with (
+        Resolver(tmp_path / "absent") as resolver,
+        pytest.raises(FileNotFoundError, match="absent' is no directory here.*: mount it, or map"),
+    ):
         resolver.view(Segment("f", f"{tmp_path}/absent/v2/a", 0, 0, 1, "uint8", (4,)))
 
 
@@ -400,7 +403,7 @@ def test_a_table_is_not_data(tmp_path: Path) -> None:
     with Resolver(tmp_path) as resolver:
         with pytest.raises(SegmentError, match=r"not known as ragged: pass fields="):
             resolver.view(table)
-        with pytest.raises(SegmentError, match=r"use Resolver.ragged - at \$\.field"):
+        with pytest.raises(SegmentError, match=r"has no view: use Resolver.ragged"):
             resolver.view(mask)
         for call in (resolver.view, lambda s: resolver.window([s], s.field, 0, 2)):
             with pytest.raises(SegmentError, match="a ragged field needs row shape"):

@@ -155,14 +155,18 @@ def test_the_mode_is_as_asked_whatever_the_umask(tmp_path: Path) -> None:
         ({"__metadata__": (0, ROWS)}, "uses itself"),
         ({"x.offsets": (0, ROWS)}, "uses itself"),
         ({"x": (-1, ROWS)}, "pos -1"),
-        ({"x": (1.5, ROWS)}, "float"),
+        ({"x": (1.5, ROWS)}, "pos 1.5: needs an integer"),
+        ({"x": ROWS}, "needs \\(pos, array\\)"),
+        ({"x": (ROWS, 0)}, "needs an integer"),
+        ([("x", (0, ROWS))], "arrays is list"),
+        ({"sampling_mask": (0, ROWS)}, "needs Ragged, or padded"),
         ({"x": (0, np.array(["a"]))}, "dtype <U1"),
         ({"x": (0, np.array([None]))}, "dtype object"),
         ({"x": (0, np.zeros(2, complex))}, "dtype complex128"),
         ({"x": (0, np.uint8(3))}, "needs a numpy array"),
         ({"x": (0, np.array(3))}, "has no axis"),
         ({"x": (0, [[1, 2]])}, "is list"),
-        ({"x": (0, MASK)}, "not known as ragged"),
+        ({"x": (0, MASK)}, "only fields known as ragged"),
         (
             {"sampling_mask": (0, Ragged(np.array([2**31]), [0, 1]))},
             "value 2147483648 does not fit",
@@ -189,13 +193,13 @@ def test_metadata_that_would_hide_ours_is_refused(metadata: Any, tmp_path: Path)
 
 
 def test_limits_refuse_before_a_byte_is_written(tmp_path: Path) -> None:
-    with pytest.raises(PayloadWriteError, match="over the writer's max_bytes 64") as caught:
+    with pytest.raises(PayloadWriteError, match="the writer's max_bytes is 64") as caught:
         Writer(tmp_path, max_bytes=64).write({"f": (0, ROWS)})
     assert caught.value.expected == 64
     with pytest.raises(PayloadWriteError, match="must stay free") as caught:
         Writer(tmp_path, min_free=2**60).write({"f": (0, ROWS)})
     assert caught.value.errno == errno.ENOSPC
-    assert caught.value.actual < 2**60
+    assert caught.value.actual < 2**60 < caught.value.expected
     assert files(tmp_path) == []
 
 
