@@ -62,14 +62,13 @@ def parse_generate_response(raw: bytes) -> dict[str, Any]:
     return data
 
 
-def completion_ids(choice: Mapping[str, Any]) -> list[int]:
-    """Return the completion tokens of a choice."""
-    ids = choice.get("token_ids")
+def token_ids(ids: Any, place: str) -> list[int]:
+    """Return a list of token ids from a response, refusing anything else."""
     if not isinstance(ids, list):
-        raise malformed("$.choices[0].token_ids", f"is {kind(ids)}: needs a list")
+        raise malformed(place, f"is {kind(ids)}: needs a list")
     if not set(map(type, ids)) <= {int}:
         index = next(i for i, token in enumerate(ids) if type(token) is not int)
-        raise malformed(f"$.choices[0].token_ids[{index}]", f"is {ids[index]!r}: needs an integer")
+        raise malformed(f"{place}[{index}]", f"is {ids[index]!r}: needs an integer")
     return ids
 
 

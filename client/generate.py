@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import msgspec
 
-from ._response import completion_ids, completion_logprobs, kind, malformed, parse_generate_response
+from ._response import completion_logprobs, kind, malformed, parse_generate_response, token_ids
 from .errors import OverlongPromptError
 
 
@@ -132,11 +132,11 @@ async def generate(
 
     data = parse_generate_response(await _post(client, body, extra_headers))
     choice: dict[str, Any] = data["choices"][0]
-    ids = completion_ids(choice)
+    ids = token_ids(choice.get("token_ids"), "$.choices[0].token_ids")
     expanded = data.get("prompt_token_ids")
+    if parts or expanded is not None:
+        expanded = token_ids(expanded, "$.prompt_token_ids")
     placeholders = data.get("mm_placeholders")
-    if parts and not isinstance(expanded, list):
-        raise malformed("$.prompt_token_ids", f"is {kind(expanded)}: needs a list")
     if parts and not isinstance(placeholders, dict):
         raise malformed("$.mm_placeholders", f"is {kind(placeholders)}: needs an object")
     logprobs = completion_logprobs(choice, ids)

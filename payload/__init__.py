@@ -18,6 +18,7 @@ from .errors import (
     SegmentError,
 )
 from .fields import FIELDS, Field
+from .packing import MicroBatch, Sample, cp_window, pack
 from .ragged import Ragged
 from .resolver import Resolver, Stats
 from .segment import Segment, clip, decode_segments, encode_segments, gaps, shift
@@ -28,6 +29,7 @@ __all__ = [
     "CoverageError",
     "Field",
     "InlineError",
+    "MicroBatch",
     "PathError",
     "PayloadCorruptError",
     "PayloadError",
@@ -37,15 +39,18 @@ __all__ = [
     "Ragged",
     "Resolver",
     "ResolverClosedError",
+    "Sample",
     "Segment",
     "SegmentError",
     "Stats",
     "Writer",
     "clip",
+    "cp_window",
     "decode_segments",
     "encode_segments",
     "expert_dtype",
     "gaps",
+    "pack",
     "shift",
 ]
 __version__ = "0.1.0"

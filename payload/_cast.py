@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from .dtypes import DTYPES
+from .errors import PayloadError
 
 Array = np.ndarray[Any, Any]
 DTypeLike = Any
@@ -17,7 +19,10 @@ NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for na
 
 def known_dtype(dtype: DTypeLike) -> np.dtype[Any]:
     """Return `dtype` as numpy's, refusing what is not in the closed table."""
-    found = np.dtype(dtype)
+    try:
+        found = np.dtype(dtype)
+    except (SyntaxError, TypeError, ValueError):
+        raise TypeError(f"dtype is {dtype!r}: needs one of {', '.join(DTYPES)}") from None
     if found.name not in DTYPES or not found.isnative:
         raise TypeError(
             f"dtype is {found.str}: needs one of {', '.join(DTYPES)}, native byte order"
@@ -40,6 +45,33 @@ def common_dtype(names: Iterable[str]) -> np.dtype[Any]:
             f"{' and '.join(dtype.name for dtype in dtypes)} have no common integer type"
         )
     return found
+
+
+def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], limit: int, what: str) -> Array:
+    """Return an empty array, of a size that came from outside.
+
+    Raises
+    ------
+    PayloadError
+        When it has more than `limit` bytes, or the system has no such memory.
+    """
+    nbytes = math.prod(size or 1 for size in shape) * dtype.itemsize
+    if nbytes > limit:
+        raise PayloadError(
+            f"{what} needs an array of {nbytes} bytes, max_bytes is {limit}: ask for a smaller window, or "
+            "raise it",
+            reason="max_bytes",
+            expected=limit,
+            actual=nbytes,
+        )
+    try:
+        return np.empty(shape, dtype)
+    except MemoryError:
+        raise PayloadError(
+            f"{what} needs an array of {nbytes} bytes, which the system does not have",
+            reason="memory",
+            actual=nbytes,
+        ) from None
 
 
 def always_fits(source: np.dtype[Any], target: np.dtype[Any]) -> bool:
@@ -77,6 +109,7 @@ def check_fits(values: Array, target: np.dtype[Any]) -> None:
             raise ValueError(f"value {values[lost].flat[0]} overflows {target}")
         return
     least, most = _limits(target)
+    values = values.astype(np.float64)  # exact; in float16 the limits themselves would be infinite
     # float(most) may round up to most + 1, so that bound is exclusive.
     inside = (values >= least) & (values < float(most) + 1) & (values == np.trunc(values))
     if not inside.all():

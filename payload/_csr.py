@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ._cast import NUMPY
+from ._cast import NUMPY, allocate
 from ._files import Files
 from ._gather import SCRATCH, Array, Read, add_read, blocks, bytes_of, fit, run
 from ._plan import Kind, Layout, Piece
@@ -22,8 +22,16 @@ from .ragged import Ragged
 from .segment import Segment
 
 
-def tables(files: Files, segments: Sequence[Segment]) -> list[Array]:
+def tables(
+    files: Files, segments: Sequence[Segment], whole: Sequence[Segment] | None = None
+) -> list[Array]:
     """Read and check the offsets table of each CSR segment.
+
+    Parameters
+    ----------
+    segments : sequence of Segment
+    whole : sequence of Segment, optional
+        What `segments` were cut from: no value can lie inside the whole table.
 
     Returns
     -------
@@ -42,10 +50,18 @@ def tables(files: Files, segments: Sequence[Segment]) -> list[Array]:
             read = segment.offset, 4 * (segment.rows + 1), 4 * starts[-1]
             add_read(reads.setdefault(segment.file, []), read)
         starts.append(starts[-1] + (segment.rows + 1 if segment.rows else 0))
-    flat = np.empty(starts[-1], "<u4")
+    if 4 * starts[-1] > SCRATCH:
+        # Before so much memory is taken on their word, the tables must be in their files.
+        for segment in segments:
+            end = segment.offset + 4 * (segment.rows + 1)
+            if segment.rows:
+                os.close(files.open(segment.file, segment.offset, end)[0])
+    flat = allocate((starts[-1],), np.dtype("<u4"), files.max_bytes, "a table")
     sizes = run(files, reads, bytes_of(flat), flat.nbytes)
     found = []
-    for segment, start, stop in zip(segments, starts, starts[1:], strict=False):
+    for segment, full, start, stop in zip(
+        segments, whole or segments, starts, starts[1:], strict=False
+    ):
         if segment.rows:
             table = flat[start:stop].astype(np.int64)
             size = sizes[segment.file]
@@ -55,14 +71,14 @@ def tables(files: Files, segments: Sequence[Segment]) -> list[Array]:
                     segment.file, segment.offset, segment.offset + segment.length
                 )
                 os.close(fd)
-            _check_table(segment, table, size)
+            _check_table(segment, full.offset + 4 * (full.rows + 1), table, size)
             found.append(table)
         else:
             found.append(np.zeros(1, np.int64))
     return found
 
 
-def _check_table(segment: Segment, table: Array, size: int) -> None:
+def _check_table(segment: Segment, values: int, table: Array, size: int) -> None:
     def corrupt(text: str, expected: int, actual: int) -> PayloadCorruptError:
         return PayloadCorruptError(
             f"table of {segment.field!r} at byte {segment.offset} of {segment.file!r} {text}",
@@ -85,7 +101,6 @@ def _check_table(segment: Segment, table: Array, size: int) -> None:
             int(table[row + 1]),
         )
     first, last = int(table[0]), int(table[-1])
-    values = segment.offset + 4 * (segment.rows + 1)
     if first < values:
         raise corrupt(
             f"begins its values at {first}, inside itself: needs {values} or more", values, first
@@ -104,7 +119,7 @@ def _value_blocks(
     row, stop_row = 0, segment.rows
     if table[row] == table[stop_row]:
         return
-    fd, _, _ = files.open(segment.file, int(table[row]), int(table[stop_row]))
+    fd, _, _ = files.open_read(segment.file, int(table[row]), int(table[stop_row]))
     try:
         scratch = np.empty(0, dtype)
         while row < stop_row:
@@ -112,7 +127,7 @@ def _value_blocks(
             stop = min(max(row + limit - 1, row + 1), stop_row)
             count = int(table[stop] - table[row]) // 4
             if count > scratch.size:
-                scratch = np.empty(count, dtype)
+                scratch = allocate((count,), dtype, files.max_bytes, f"field {segment.field!r}")
             files.fill(fd, segment.file, int(table[row]), bytes_of(scratch[:count]))
             yield row, stop, scratch[:count]
             row = stop
@@ -157,11 +172,17 @@ class Rows:
         rows = [cut(segments[which], start, stop) for which, start, stop in pieces]
         self._pieces = [(one, layouts[one.dtype, one.shape]) for one in rows]
         csr = [segment for segment, layout in self._pieces if layout == "csr"]
-        read_tables = iter(tables(files, csr))
+        whole = [
+            segments[piece[0]]
+            for piece, (_, layout) in zip(pieces, self._pieces, strict=True)
+            if layout == "csr"
+        ]
+        read_tables = iter(tables(files, csr, whole))
         self._tables = [
             next(read_tables) if layout == "csr" else None for _, layout in self._pieces
         ]
-        self.counts = np.zeros(hi - lo, np.int64)
+        self.counts = allocate((hi - lo,), np.dtype(np.int64), files.max_bytes, "a window")
+        self.counts[:] = 0
         for (segment, _), table in zip(self._pieces, self._tables, strict=True):
             counts = np.diff(table) // 4 if table is not None else self._padded_counts(segment)
             self.counts[segment.pos - lo : segment.end - lo] = counts
@@ -179,7 +200,8 @@ class Rows:
         """Return all rows in one fresh array, each value copied once."""
         offsets = np.zeros(len(self.counts) + 1, np.int64)
         np.cumsum(self.counts, out=offsets[1:])
-        values = np.empty(int(offsets[-1]), self._dtype)
+        total = int(offsets[-1])
+        values = allocate((total,), self._dtype, self._files.max_bytes, "a ragged window")
         reads: dict[str, list[Read]] = {}
         for (segment, _), table in zip(self._pieces, self._tables, strict=True):
             at = int(offsets[segment.pos - self._lo])
@@ -189,8 +211,7 @@ class Rows:
                     read = int(table[0]), nbytes, at * values.itemsize
                     add_read(reads.setdefault(segment.file, []), read)
                 continue
-            for first, block in self._padded_blocks(segment):
-                kept = Ragged.from_padded(block, self._fill).values
+            for first, _, kept in self._value_blocks(segment, None):
                 fit(segment, first, kept, self._dtype)
                 values[at : at + len(kept)] = kept
                 at += len(kept)
@@ -202,17 +223,22 @@ class Rows:
         """Write the rows into padded `out`, ``[hi - lo, width]``; padding is left alone."""
         columns = np.arange(out.shape[1])
         for (segment, _), table in zip(self._pieces, self._tables, strict=True):
-            rows = out[segment.pos - self._lo : segment.end - self._lo]
-            if table is None:
-                for first, block in self._padded_blocks(segment):
-                    fit(segment, first, block, out.dtype)
-                    rows[first : first + len(block), : segment.shape[0]] = block
-                continue
-            counts = np.diff(table) // 4
-            for start, stop, values in _value_blocks(self._files, segment, table, self._dtype):
+            window = slice(segment.pos - self._lo, segment.end - self._lo)
+            rows, counts = out[window], self.counts[window]
+            for start, stop, values in self._value_blocks(segment, table):
                 fit(segment, start, values, out.dtype)
                 rows[start:stop][columns < counts[start:stop, None]] = values
         self._files.counts["bytes_copied"] += int(self.counts.sum()) * self._dtype.itemsize
+
+    def _value_blocks(
+        self, segment: Segment, table: Array | None
+    ) -> Iterator[tuple[int, int, Array]]:
+        """Yield (first row, row after the last, values without padding)."""
+        if table is not None:
+            yield from _value_blocks(self._files, segment, table, self._dtype)
+            return
+        for first, block in self._padded_blocks(segment):
+            yield first, first + len(block), Ragged.from_padded(block, self._fill).values
 
     def _padded_blocks(self, segment: Segment) -> Iterator[tuple[int, Array]]:
         return blocks(self._files, segment, 0, segment.rows, NUMPY[segment.dtype])

@@ -31,6 +31,7 @@ from .errors import (
     PayloadError,
     PayloadMissingError,
     PayloadTruncatedError,
+    ResolverClosedError,
 )
 from .format import FORMAT, MAX_HEADER, SUFFIX, checksums, decode_header
 
@@ -45,7 +46,6 @@ _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 NETWORK_WAIT = 5.0  # s; a client's caches show a new name within milliseconds once revalidated
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
 
-MAX_VERIFIED = 65_536  # files whose checksums are remembered as compared
 MAX_THREADS = 8
 THREADED_FILE = 65_536  # bytes a file; below, one thread is as fast: opening holds the others up
 _BLOCK = 1 << 20  # bytes; where a larger pread is no faster
@@ -80,41 +80,39 @@ def filesystem_type(fd: int) -> str:
 class Map(mmap.mmap):
     """A mapped file, and how often it was found in the cache."""
 
-    __slots__ = ("hits", "nbytes", "seen")
+    __slots__ = ("hits", "nbytes", "seen", "verified")
 
     hits: int
     nbytes: int
     seen: int  # hits when eviction last looked
+    verified: list[tuple[int, int]]  # bytes whose checksums were compared
 
 
-def _map(fd: int, size: int) -> Map:
+def _map(fd: int, size: int, verified: list[tuple[int, int]]) -> Map:
     if sys.version_info >= (3, 13):
         made = Map(fd, size, mmap.MAP_SHARED, mmap.PROT_READ, trackfd=False)
     else:
         made = Map(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
     made.nbytes = size
     made.hits = made.seen = 0
+    made.verified = verified
     return made
 
 
 _COUNTED = ("opens", "maps", "hits", "bytes_mapped", "bytes_read", "bytes_copied", "reads", "waits")
 
 
-class _Verified:
-    """Which side arrays of a file, as (start, stop, checksum), are still to be compared."""
-
-    __slots__ = ("identity", "left")
-
-    def __init__(self, identity: tuple[int, ...], left: list[tuple[int, int, str]]) -> None:
-        self.identity = identity
-        self.left = left
-
-
 class Files:
     """The payload files beneath some roots, opened when first needed."""
 
     def __init__(
-        self, roots: Any, mode: Mode, wait: float | None, verify: bool, max_maps: int | None
+        self,
+        roots: Any,
+        mode: Mode,
+        wait: float | None,
+        verify: bool,
+        max_maps: int | None,
+        max_bytes: int | None,
     ) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode is {mode!r}: needs one of {', '.join(get_args(Mode))}")
@@ -122,21 +120,27 @@ class Files:
             raise ValueError(f"wait is {wait!r}: needs seconds, 0 or more")
         if max_maps is not None and max_maps < 1:
             raise ValueError(f"max_maps is {max_maps}: needs at least 1")
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError(f"max_bytes is {max_bytes}: needs at least 1")
         self.roots = Roots(roots)
         self.maps: OrderedDict[str, Map] = OrderedDict()
+        self.max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # How to open for reading; what is mapped is compared where it is mapped.
+        self.open_read = self._open_verified if verify else self.open
         self.counts = dict.fromkeys(_COUNTED, 0)
         self.fallbacks: Counter[str] = Counter()
         self._mode = mode
         self._wait = wait
         self._max_maps = max_maps or default_max_maps()
         self._verify = verify
-        self._verified: OrderedDict[str, _Verified] = OrderedDict()
         self._types: dict[int, str] = {}
         self._maps_on: dict[int, bool] = {}  # device -> whether its files are mapped
         self._dropped_alive = 0
         self._dropped: list[weakref.ref[Map]] = []  # maps that only views may still hold
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._prefetcher: ThreadPoolExecutor | None = None
+        self._closed = False
         _all_files.add(self)
 
     def map(self, path: str, start: int, nbytes: int) -> Map | None:
@@ -147,12 +151,14 @@ class Files:
         PayloadError
             `PathError`, `PayloadMissingError`, `PayloadTruncatedError`, or what the system refused.
         """
+        if self._mode == "copy":
+            return None
         stop = start + nbytes
         found = self.maps.get(path)
         if (
             found is not None
             and found.nbytes >= stop
-            and not (self._verify and self._unverified(path, start, stop))
+            and (not self._verify or any(a <= start and stop <= b for a, b in found.verified))
         ):
             found.hits += 1
             return found
@@ -160,14 +166,19 @@ class Files:
         try:
             if not (self._maps_on.get(directory.device) or self._maps_beneath(directory)):
                 return None
-            made = _map(fd, size)
+            # Compared through the descriptor that is mapped, so of the same file.
+            made = _map(fd, size, self._compare(fd, path, size, start, stop))
         except (OSError, ValueError) as error:
+            if isinstance(error, PayloadError):
+                raise
             # ValueError: the file shrank since fstat. Reading it says by how much.
             self.fallbacks[_reason(error)] += 1
             return None
         finally:
             os.close(fd)
         with self._lock:
+            if self._closed:
+                raise ResolverClosedError("resolver was closed meanwhile: make a new one")
             self.counts["maps"] += 1
             self.counts["bytes_mapped"] += size
             if found is not None:
@@ -179,7 +190,13 @@ class Files:
 
     def _maps_beneath(self, directory: Directory) -> bool:
         """Whether files in `directory` are mapped, rather than read."""
-        maps = self._mode == "map" if self._mode != "auto" else self._type(directory) in LOCAL_TYPES
+        if self._mode != "auto":
+            maps = self._mode == "map"
+        else:
+            kind = self._type(directory)
+            maps = kind in LOCAL_TYPES
+            if not kind:
+                return False  # could not be found out; perhaps the next time
         self._maps_on[directory.device] = maps
         return maps
 
@@ -207,11 +224,12 @@ class Files:
         if threads < 2 or nbytes < tasks * THREADED_FILE:
             work()
             return
-        if self._pool is None:
-            with self._lock:
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(threads - 1, "payload")
-        futures = [self._pool.submit(work) for _ in range(threads - 1)]
+        with self._lock:
+            if self._closed:
+                raise ResolverClosedError("resolver was closed meanwhile: make a new one")
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(MAX_THREADS - 1, "payload")
+            futures = [self._pool.submit(work) for _ in range(threads - 1)]
         try:
             work()
         finally:
@@ -234,9 +252,17 @@ class Files:
         if status.st_size < stop:
             os.close(fd)
             return self._await(path, start, stop, status.st_size)
-        if self._verify:
-            self._check(fd, path, status, start, stop)
         return fd, status.st_size, directory
+
+    def _open_verified(self, path: str, start: int, stop: int) -> tuple[int, int, Directory]:
+        """As `open`, with the checksums of all side arrays in bytes [start, stop) compared."""
+        fd, size, directory = self.open(path, start, stop)
+        try:
+            self._compare(fd, path, size, start, stop)
+        except BaseException:
+            os.close(fd)
+            raise
+        return fd, size, directory
 
     def _open(self, path: str) -> tuple[int, os.stat_result, Directory]:
         """Open a regular file beneath a root; one open relative to a kept directory if it is known."""
@@ -251,7 +277,11 @@ class Files:
         except OSError:
             refuse_link(path, name, directory.fd)
             raise
-        status = os.fstat(fd)
+        try:
+            status = os.fstat(fd)
+        except BaseException:
+            os.close(fd)
+            raise
         mode = status.st_mode
         if not stat.S_ISREG(mode):
             os.close(fd)
@@ -281,7 +311,7 @@ class Files:
                 if left <= 0:
                     if isinstance(failed, int):
                         raise _truncated(path, stop, failed, waited)
-                    raise _missing(path, place, waited)
+                    raise _missing(self.roots, path, place, waited)
                 self.counts["waits"] += 1
                 time.sleep(min(pause, left))
                 pause = min(pause * 2, _LAST_PAUSE)
@@ -293,8 +323,6 @@ class Files:
                 failed = error
                 continue
             if status.st_size >= stop:
-                if self._verify:
-                    self._check(fd, path, status, start, stop)
                 return fd, status.st_size, directory
             os.close(fd)
             failed = status.st_size
@@ -309,29 +337,39 @@ class Files:
 
     def close(self) -> None:
         """Drop every map and kept directory; views keep theirs."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.shutdown(wait=False)
         with self._lock:
+            self._closed = True
+            for pool in (self._pool, self._prefetcher):
+                if pool is not None:
+                    pool.shutdown(wait=False, cancel_futures=True)
+            self._pool = self._prefetcher = None
             for found in self.maps.values():
                 self._drop(found)
             self.maps.clear()
         self.roots.close()
 
-    def prefetch(self, ranges: Sequence[tuple[str, int, int]]) -> None:
-        """Ask for the pages of (path, start, bytes) to be brought in, on a thread of its own."""
-        thread = threading.Thread(target=self._prefetch, args=(ranges,), daemon=True)
-        thread.start()
+    def prefetch(self, ranges: Sequence[tuple[str, int, int | None, int]]) -> None:
+        """Ask for (path, start, bytes, rows) to be brought in, on a thread; bytes None: a table."""
+        with self._lock:
+            if self._prefetcher is None:
+                self._prefetcher = ThreadPoolExecutor(1, "payload-prefetch")
+            self._prefetcher.submit(self._prefetch, ranges)
 
-    def _prefetch(self, ranges: Sequence[tuple[str, int, int]]) -> None:
+    def _prefetch(self, ranges: Sequence[tuple[str, int, int | None, int]]) -> None:
         scratch = memoryview(bytearray(_BLOCK))
-        for path, start, nbytes in ranges:
+        for path, start, nbytes, rows in ranges:
             # The call that uses the file will meet the same error, where it can be reported.
             with contextlib.suppress(PayloadError, OSError):
-                fd, _, directory = self.open(path, start, start + nbytes)
+                table = 4 * (rows + 1)
+                fd, size, directory = self.open(
+                    path, start, start + (table if nbytes is None else nbytes)
+                )
                 try:
+                    if nbytes is None:
+                        last = os.pread(fd, 4, start + table - 4)
+                        nbytes = min(int.from_bytes(last, "little"), size) - start
                     if self._type(directory) in LOCAL_TYPES:
-                        os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+                        os.posix_fadvise(fd, start, max(nbytes, 1), os.POSIX_FADV_WILLNEED)
                         continue
                     # A network client reads ahead only what is read.
                     for at in range(start, start + nbytes, _BLOCK):
@@ -339,65 +377,66 @@ class Files:
                 finally:
                     os.close(fd)
 
-    def _unverified(self, path: str, start: int, stop: int) -> bool:
-        """Whether bytes [start, stop) belong to a side array whose checksum was not compared yet."""
+    def _compare(
+        self, fd: int, path: str, size: int, start: int, stop: int
+    ) -> list[tuple[int, int]]:
+        """Compare the checksums of the side arrays in bytes [start, stop); return what was compared.
+
+        A file of upstream's has no checksums; one of ours must have them, for every byte asked for.
+        """
         if not self._verify:
-            return False
-        known = self._verified.get(path)
-        return known is None or any(a < stop and start < b for a, b, _ in known.left)
+            return []
+        arrays = self._checksums(fd, path, size)
+        if arrays is None:
+            return [(0, size)]
+        scratch = memoryview(bytearray(min(_BLOCK, size)))
+        reached, compared = start, []
+        for begin, end, digest in arrays:
+            if begin >= stop or end <= start:
+                continue
+            state = xxhash.xxh3_64()
+            for at in range(begin, end, _BLOCK):
+                block = scratch[: min(_BLOCK, end - at)]
+                self.fill(fd, path, at, block)
+                state.update(block)
+            if state.hexdigest() != digest:
+                raise PayloadCorruptError(
+                    f"bytes [{begin}, {end}) of {path!r} have checksum {state.hexdigest()}, the "
+                    f"writer's was {digest}: the file was changed, or its pages were lost",
+                    reason="checksum",
+                    path=path,
+                    offset=begin,
+                    expected=digest,
+                    actual=state.hexdigest(),
+                )
+            if begin <= reached:
+                reached = max(reached, end)
+            compared.append((begin, end))
+        if reached < stop:
+            raise PayloadCorruptError(
+                f"bytes [{reached}, {stop}) of {path!r} belong to no side array its header lists",
+                reason="header",
+                path=path,
+                offset=reached,
+            )
+        return compared
 
-    def _check(self, fd: int, path: str, status: os.stat_result, start: int, stop: int) -> None:
-        """Compare the checksums of the side arrays in bytes [start, stop), once per file."""
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        known = self._verified.get(path)
-        try:
-            if known is None or known.identity != identity:
-                known = _Verified(identity, self._checksums(fd, path, status.st_size))
-                self._verified[path] = known
-                while len(self._verified) > MAX_VERIFIED:
-                    self._verified.popitem(last=False)
-            scratch = memoryview(bytearray(_BLOCK))
-            for item in list(known.left):
-                begin, end, digest = item
-                if begin >= stop or end <= start:
-                    continue
-                state = xxhash.xxh3_64()
-                for at in range(begin, end, _BLOCK):
-                    block = scratch[: min(_BLOCK, end - at)]
-                    self.fill(fd, path, at, block)
-                    state.update(block)
-                if state.hexdigest() != digest:
-                    raise PayloadCorruptError(
-                        f"bytes [{begin}, {end}) of {path!r} have checksum {state.hexdigest()}, the "
-                        f"writer's was {digest}: the file was changed, or its pages were lost",
-                        reason="checksum",
-                        path=path,
-                        offset=begin,
-                        expected=digest,
-                        actual=state.hexdigest(),
-                    )
-                with contextlib.suppress(ValueError):
-                    known.left.remove(item)
-        except BaseException:
-            os.close(fd)
-            raise
-
-    def _checksums(self, fd: int, path: str, size: int) -> list[tuple[int, int, str]]:
+    def _checksums(self, fd: int, path: str, size: int) -> list[tuple[int, int, str]] | None:
+        """The side arrays of a file as (start, stop, checksum), ascending; None if it has no header."""
         head = bytearray(min(size, 8))
         self.fill(fd, path, 0, memoryview(head))
-        need = min(size, 8 + int.from_bytes(head, "little"), 8 + MAX_HEADER)
-        data = bytearray(need)
+        data = bytearray(min(size, 8 + int.from_bytes(head, "little"), 8 + MAX_HEADER))
         self.fill(fd, path, 0, memoryview(data))
         header = decode_header(bytes(data), path, size)
         if header is not None:
-            return checksums(header, path)
+            return sorted(checksums(header, path))
         if path.endswith(SUFFIX):
             raise PayloadCorruptError(
                 f"file {path!r} has no header of {FORMAT!r}: it was damaged, or saved by another tool",
                 reason="header",
                 path=path,
             )
-        return []  # upstream's files have none
+        return None
 
     def _evict(self, keep: str) -> None:
         """Drop maps down to the limit: oldest first, but one used since the last look stays.
@@ -430,7 +469,7 @@ class Files:
 
     def _type(self, directory: Directory) -> str:
         kind = self._types.get(directory.device)
-        if kind is None:
+        if not kind:
             kind = self._types[directory.device] = filesystem_type(directory.fd)
         return kind
 
@@ -466,8 +505,7 @@ _all_files: weakref.WeakSet[Files] = weakref.WeakSet()
 def _renew_locks() -> None:
     for files in list(_all_files):
         files._lock = threading.Lock()
-        files._pool = None  # its threads stayed with the parent
-        files.roots.renew_lock()
+        files._pool = files._prefetcher = None  # their threads stayed with the parent
 
 
 os.register_at_fork(after_in_child=_renew_locks)
@@ -479,12 +517,13 @@ def _reason(error: OSError | ValueError) -> str:
     return "shrank"
 
 
-def _missing(path: str, place: Place, waited: float) -> PayloadMissingError:
+def _missing(roots: Roots, path: str, place: Place, waited: float) -> PayloadMissingError:
     root, beneath = place
     directory = f"{root}/{beneath}" if beneath else root
     cure = "not written yet, already swept, or on another node's file system"
     try:
-        with os.scandir(directory) as entries:
+        # Listed by descriptor: by name it could be a link by now.
+        with os.scandir(roots.directory(place, path).fd) as entries:
             count = sum(1 for _ in itertools.islice(entries, 1000))
         shows = (
             f"its directory {directory!r} has {count if count < 1000 else '1000 or more'} entries"

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ._cast import NUMPY, check_fits
+from ._cast import NUMPY, allocate, check_fits
 from ._files import Files
 from .errors import PayloadCorruptError
 from .segment import Segment
@@ -90,7 +90,7 @@ def _read_files(
     files: Files, left: Iterator[tuple[str, list[Read]]], out: memoryview, sizes: dict[str, int]
 ) -> None:
     reads = 0
-    open_file, preadv, close = files.open, os.preadv, os.close
+    open_file, preadv, close = files.open_read, os.preadv, os.close
     for path, wanted in left:
         if len(wanted) == 1:  # thousands of small files: no call that can be spared
             offset, nbytes, at = wanted[0]
@@ -107,7 +107,7 @@ def _read_files(
         else:
             wanted.sort()
             stop = max(offset + nbytes for offset, nbytes, _ in wanted)
-            fd, size, _ = files.open(path, wanted[0][0], stop)
+            fd, size, _ = open_file(path, wanted[0][0], stop)
             try:
                 for first, parts in _neighbours(wanted):
                     files.fill(fd, path, first, *[out[at : at + n] for _, n, at in parts])
@@ -159,12 +159,14 @@ def blocks(
     if not row_nbytes or not rows:
         return
     step = min(rows, max(1, SCRATCH // row_nbytes))
-    if scratch is None or scratch.nbytes < step * row_nbytes:
-        scratch = np.empty(step * row_nbytes, np.uint8)
-    buffer = scratch[: step * row_nbytes].view(dtype).reshape(step, *segment.shape)
     offset = segment.offset + skip * row_nbytes
-    fd, _, _ = files.open(segment.file, offset, offset + rows * row_nbytes)
+    # Opened first: a row as large as that must be in the file before it gets memory.
+    fd, _, _ = files.open_read(segment.file, offset, offset + rows * row_nbytes)
     try:
+        if scratch is None or scratch.nbytes < step * row_nbytes:
+            what = f"field {segment.field!r}"
+            scratch = allocate((step * row_nbytes,), np.dtype(np.uint8), files.max_bytes, what)
+        buffer = scratch[: step * row_nbytes].view(dtype).reshape(step, *segment.shape)
         for first in range(0, rows, step):
             block = buffer[: min(step, rows - first)]
             files.fill(fd, segment.file, offset + first * row_nbytes, bytes_of(block))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -39,19 +40,18 @@ def why_illegal(path: str) -> str | None:
         return "is not absolute"
     if "\0" in path:
         return "has a NUL byte"
-    if len(path) >= PATH_MAX // 4 and len(os.fsencode(path)) >= PATH_MAX:
-        return f"has {len(os.fsencode(path))} bytes, {PATH_MAX - 1} are allowed"
+    try:
+        size = len(path) if path.isascii() else len(path.encode())
+    except UnicodeEncodeError:
+        return "is not valid text"
+    if size >= PATH_MAX:
+        return f"has {size} bytes, {PATH_MAX - 1} are allowed"
     if "//" in path or path.endswith("/"):
         return "has an empty component"
     if "/." in path:
         for part in path.split("/"):
             if part in (".", ".."):
                 return f"has a {part!r} component"
-    if not path.isascii():
-        try:
-            path.encode()
-        except UnicodeEncodeError:
-            return "is not valid text"
     return None
 
 
@@ -83,11 +83,11 @@ class Roots:
 
     def __init__(self, roots: Any) -> None:
         if isinstance(roots, Mapping):
-            pairs = [(_prefix(key), _absolute(value)) for key, value in roots.items()]
+            pairs = [(_prefix(key), absolute(value)) for key, value in roots.items()]
         elif isinstance(roots, (str, os.PathLike)):
-            pairs = [(_absolute(roots), _absolute(roots))]
+            pairs = [(absolute(roots), absolute(roots))]
         elif isinstance(roots, Sequence):
-            pairs = [(_absolute(root), _absolute(root)) for root in roots]
+            pairs = [(absolute(root), absolute(root)) for root in roots]
         else:
             raise TypeError(f"roots is {type(roots).__name__}: needs a path, paths, or a mapping")
         if not pairs:
@@ -98,6 +98,7 @@ class Roots:
         self.located: dict[str, Place] = {}  # by directory as named
         self.kept: OrderedDict[Place, Directory] = OrderedDict()
         self._lock = threading.Lock()
+        _all_roots.add(self)
 
     def __repr__(self) -> str:
         return f"Roots({self.directories!r})"
@@ -193,14 +194,22 @@ class Roots:
                 dropped |= self.kept.pop((root, beneath), None) is not None
         return dropped
 
-    def renew_lock(self) -> None:
-        """Replace the lock: in a forked child nobody would release it."""
-        self._lock = threading.Lock()
-
     def close(self) -> None:
         """Drop every kept descriptor; they reopen at next use."""
         with self._lock:
             self.kept.clear()
+
+
+# A lock another thread holds at fork would never be released in the child.
+_all_roots: weakref.WeakSet[Roots] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    for roots in list(_all_roots):
+        roots._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def _prefix(prefix: Any) -> str:
@@ -214,11 +223,12 @@ def _prefix(prefix: Any) -> str:
     return text
 
 
-def _absolute(directory: Any) -> str:
+def absolute(directory: Any) -> str:
+    """Return a local directory as an absolute path."""
     text = os.path.abspath(os.fspath(directory))
     if isinstance(text, bytes):
         raise TypeError(f"root {text!r} is bytes: needs a str or path")
-    return str(text)
+    return "/" + str(text).lstrip("/")  # POSIX lets two leading slashes mean something else
 
 
 def _make_directory(name: str, parent_fd: int) -> bool:

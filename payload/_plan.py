@@ -171,8 +171,18 @@ def holes_allowed(holes: Any, known: Field) -> list[tuple[int, int]] | None:
         except (TypeError, ValueError):
             pairs = [(1, 0)]
         if all(lo <= hi for lo, hi in pairs):
-            return sorted(pairs)
+            return _joined(sorted(pairs))
     raise ValueError(f"holes is {holes!r}: needs 'none', 'any' or a list of (lo, hi)")
+
+
+def _joined(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for lo, hi in ranges:
+        if joined and lo <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], hi)
+        else:
+            joined.append((lo, hi))
+    return joined
 
 
 def check_coverage(
@@ -200,16 +210,20 @@ def check_coverage(
 
 
 def _subtract(ranges: list[tuple[int, int]], taken: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """What of ascending `ranges` is in none of the ascending `taken`; each is looked at once."""
     left = []
+    at = 0
     for start, stop in ranges:
-        for a, b in taken:
-            if b <= start or a >= stop:
-                continue
-            if a > start:
-                left.append((start, a))
-            start = max(start, b)
-            if start >= stop:
-                break
+        while at < len(taken) and taken[at][1] <= start:
+            at += 1
+        ahead = at
+        while start < stop and ahead < len(taken) and taken[ahead][0] < stop:
+            lo, hi = taken[ahead]
+            if lo > start:
+                left.append((start, lo))
+            start = max(start, hi)
+            ahead += 1
         if start < stop:
             left.append((start, stop))
+        at = max(at, ahead - 1)
     return left

@@ -115,7 +115,7 @@ def decode_header(data: bytes | memoryview, path: str, file_size: int) -> Header
     try:
         document = msgspec.json.decode(data[8:start], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(document.pop("__metadata__"), type=dict[str, str])
-    except (msgspec.DecodeError, KeyError):
+    except (msgspec.DecodeError, KeyError, RecursionError):
         return None
     if metadata.get("format") != FORMAT:
         return None
@@ -137,7 +137,7 @@ def decode_header(data: bytes | memoryview, path: str, file_size: int) -> Header
             reached = end
         if reached != file_size:
             raise ValueError(f"tensors end at byte {reached}, the file at {file_size}")
-    except (msgspec.DecodeError, KeyError, ValueError) as error:
+    except (msgspec.DecodeError, KeyError, RecursionError, ValueError) as error:
         raise PayloadCorruptError(
             f"header of {path!r} does not fit the file: {error}",
             reason="header",

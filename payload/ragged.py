@@ -8,7 +8,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from ._cast import exact_fill, narrow
+from ._cast import exact_fill, known_dtype, narrow
 
 Array = np.ndarray[Any, Any]
 
@@ -79,9 +79,12 @@ class Ragged:
         """
         lists = list(rows)
         counts = [len(row) for row in lists]
-        filled = [np.asarray(row) for row in lists if len(row)]
-        flat = np.concatenate(filled) if filled else np.empty(0, dtype)
-        return cls.from_counts(narrow(flat, dtype), counts)
+        flat = [
+            value
+            for row in lists
+            for value in (row.tolist() if isinstance(row, np.ndarray) else row)
+        ]
+        return cls.from_counts(_exactly(flat, known_dtype(dtype)), counts)
 
     @classmethod
     def from_counts(cls, values: Array, counts: Any) -> Ragged:
@@ -186,3 +189,24 @@ class Ragged:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Ragged, (self.values, self.offsets)
+
+
+def _exactly(values: list[Any], target: np.dtype[Any]) -> Array:
+    """Make an array of Python numbers; numpy alone would round integers that meet in a list."""
+    kinds = set(map(type, values))
+    if kinds <= {int, bool}:
+        for wrong in (min(values, default=0), max(values, default=0)):
+            if not -(2**63) <= wrong < 2**64:
+                raise ValueError(f"value {wrong} does not fit {target}")
+        if values and min(values) < 0 and max(values) >= 2**63:
+            raise ValueError(f"value {max(values)} does not fit {target}")
+        wide = np.uint64 if values and max(values) >= 2**63 else np.int64
+        return narrow(np.array(values, wide), target)
+    if not kinds <= {int, bool, float}:
+        raise TypeError(
+            f"values are {', '.join(sorted(kind.__name__ for kind in kinds))}: needs numbers"
+        )
+    for value in values:
+        if type(value) is int and abs(value) > 2**53:
+            raise ValueError(f"value {value} is not exact beside floats")
+    return narrow(np.array(values, np.float64), target)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Mapping, Sequence
-from math import prod
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, SupportsIndex, cast
 
@@ -13,7 +11,7 @@ import msgspec
 import numpy as np
 
 from . import _gather, _plan
-from ._cast import NUMPY, common_dtype, exact_fill, known_dtype
+from ._cast import NUMPY, allocate, common_dtype, exact_fill, known_dtype
 from ._csr import Rows, cut, longest
 from ._files import Files, Map, Mode
 from ._gather import Array, bytes_of
@@ -121,12 +119,16 @@ class Resolver:
         if verify not in ("size", "checksum"):
             raise ValueError(f"verify is {verify!r}: needs 'size' or 'checksum'")
         for name, field in fields.items():
+            if field.dtype is not None and field.dtype not in NUMPY:
+                raise ValueError(
+                    f"field {name!r} has dtype {field.dtype!r}: needs one of {', '.join(NUMPY)}"
+                )
             if field.ragged and NUMPY[field.dtype or "int32"].itemsize != 4:
                 raise ValueError(
                     f"field {name!r} is ragged with dtype {field.dtype}: needs 4 bytes"
                 )
-        self._parameters = {
-            "roots": roots,
+        self._parameters: dict[str, Any] = {
+            "roots": {},
             "mode": mode,
             "wait": wait,
             "verify": verify,
@@ -135,8 +137,10 @@ class Resolver:
             "max_bytes": max_bytes,
         }
         self._fields = dict(fields)
-        self._max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        self._files = Files(roots, mode, wait, verify == "checksum", max_maps)
+        self._files = Files(roots, mode, wait, verify == "checksum", max_maps, max_bytes)
+        self._parameters["roots"] = dict(
+            self._files.roots.directories
+        )  # absolute: it pickles along
         # With checksums every view is looked at, so the short cut in view() never finds a map.
         self._maps: Mapping[str, Map] = {} if verify == "checksum" else self._files.maps
         self._rows: dict[tuple[str, str, tuple[int, ...]], _Rows] = {}
@@ -217,8 +221,7 @@ class Resolver:
             found = self._files.map(segment.file, offset, nbytes)
             if found is not None:
                 return _ndarray(shape, known.dtype, found, offset)
-        self._check_size(segment.field, nbytes)
-        out = np.empty(shape, known.dtype)
+        out = allocate(shape, known.dtype, self._files.max_bytes, f"field {segment.field!r}")
         _gather.run(self._files, {segment.file: [(offset, nbytes, 0)]}, bytes_of(out), nbytes)
         self._files.counts["bytes_copied"] += nbytes
         return _read_only(out)
@@ -232,11 +235,12 @@ class Resolver:
                 field=segment.field,
                 path=segment.file,
             )
-        if len(self._rows) >= 1024:
-            self._rows.clear()
         dtype = NUMPY[segment.dtype]
         known = _Rows(dtype, segment.shape, segment.row_nbytes, dtype.itemsize)
-        self._rows[segment.field, segment.dtype, segment.shape] = known
+        if known.nbytes:  # rows of no bytes are not for the short cut in view()
+            if len(self._rows) >= 1024:
+                self._rows.clear()
+            self._rows[segment.field, segment.dtype, segment.shape] = known
         return known
 
     def resolve(self, payload: Any) -> dict[str, list[Array | Ragged]]:
@@ -415,6 +419,8 @@ class Resolver:
         PayloadError, ValueError, TypeError
             As for `window`.
         """
+        if not isinstance(out, np.ndarray):
+            raise TypeError(f"out is {type(out).__name__}: needs a numpy array")
         return self.window(
             segments, field, lo, hi, fill=fill, holes=holes, extent=extent, dtype=out.dtype, out=out
         )
@@ -481,7 +487,6 @@ class Resolver:
         self._uncovered(wanted, found, known, lo, hi, holes, extent)
         value = NUMPY[known.dtype or "int32"]
         rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill)
-        self._check_size(field, int(rows.counts.sum()) * value.itemsize)
         whole = rows.whole()
         if whole is not None:
             segment, start, nbytes = whole
@@ -503,7 +508,7 @@ class Resolver:
         """
         self._check_open()
         self._files.prefetch(
-            [(s.file, s.offset, s.nbytes or 0) for s in self._decode(segments) if s.rows]
+            [(s.file, s.offset, s.nbytes, s.rows) for s in self._decode(segments) if s.rows]
         )
 
     def stats(self) -> Stats:
@@ -562,17 +567,6 @@ class Resolver:
         self._checked = tuple(decoded)
         return decoded
 
-    def _check_size(self, field: str, nbytes: int) -> None:
-        if nbytes > self._max_bytes:
-            raise PayloadError(
-                f"field {field!r} needs an array of {nbytes} bytes, max_bytes is {self._max_bytes}: ask "
-                "for a smaller window, or raise it",
-                reason="max_bytes",
-                field=field,
-                expected=self._max_bytes,
-                actual=nbytes,
-            )
-
     def _uncovered(
         self,
         wanted: Sequence[Segment],
@@ -614,8 +608,9 @@ class Resolver:
         self, field: str, shape: tuple[int, ...], target: np.dtype[Any], out: Array | None
     ) -> Array:
         if out is None:
-            self._check_size(field, prod(shape) * target.itemsize)
-            return np.empty(shape, target)
+            return allocate(shape, target, self._files.max_bytes, f"field {field!r}")
+        if not isinstance(out, np.ndarray):
+            raise TypeError(f"out is {type(out).__name__}: needs a numpy array")
         if out.shape != shape or out.dtype != target:
             raise ValueError(
                 f"out is {out.dtype} of shape {out.shape}: needs {target} of shape {shape}"

@@ -342,6 +342,8 @@ def decode_segments(obj: Any) -> list[Segment]:
 
 def _unpack(data: Any) -> Any:
     data = memoryview(data)
+    if not data.c_contiguous:
+        data = memoryview(data.tobytes())
     if data.nbytes > MAX_MESSAGE:
         raise SegmentError(
             f"payload has {data.nbytes} bytes: at most {MAX_MESSAGE} are allowed - at $.payload",
@@ -435,10 +437,13 @@ def _tuple(shape: Any) -> Any:
 
 
 def _show(value: object) -> str:
-    """Show a value from outside in an error, however long it is."""
+    """Show a value from outside in an error, however long or deep it is."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 120 else f"{text[:100]}... ({len(text)} characters)"
 
 
@@ -517,7 +522,7 @@ def clip(segments: Iterable[Segment], lo: SupportsIndex, hi: SupportsIndex) -> l
             kept.append(s)
             present.add(s.field)
             continue
-        start = start if rows else max(min(s.pos, hi), lo, 0)
+        start = start if rows else min(max(min(s.pos, hi), lo, 0), MAX_INT)
         skipped = start - s.pos if rows else 0
         length = None if is_ragged(s) or s.length is None else rows * s.row_nbytes
         cut = msgspec.structs.replace(

@@ -19,11 +19,11 @@ import xxhash
 
 from ._cast import narrow
 from ._gather import Array, bytes_of
-from ._paths import Directory, Place, Roots, why_illegal
+from ._paths import Directory, Place, Roots, absolute, why_illegal
 from .dtypes import DTYPES
 from .errors import PathError, PayloadWriteError
 from .fields import FIELDS
-from .format import SUFFIX, encode_header, why_illegal_field
+from .format import MAX_HEADER, SUFFIX, encode_header, why_illegal_field
 from .ragged import Ragged
 from .segment import Segment, check
 
@@ -134,7 +134,7 @@ class Writer:
         max_bytes: int | None = None,
         min_free: int = 0,
     ) -> None:
-        local = os.path.abspath(os.fspath(root))
+        local = absolute(root)
         self._roots = Roots({local if prefix is None else prefix: local})
         [(self.prefix, self.root)] = self._roots.directories.items()
         self._durable = durable
@@ -192,9 +192,9 @@ class Writer:
 
     def _new_name(self, payload_dir: str | os.PathLike[str] | None) -> tuple[str, Place, str]:
         """Choose a name that was never used; return it as on the wire, its place, and the file."""
-        wanted = "v0" if payload_dir is None else os.fspath(payload_dir)
-        if not isinstance(wanted, str):
+        if not isinstance(payload_dir, (str, os.PathLike, type(None))):
             raise TypeError(f"payload_dir is {payload_dir!r}: needs a path")
+        wanted = "v0" if payload_dir is None else str(os.fspath(payload_dir))
         if not wanted.startswith("/"):
             wanted = f"{self.prefix.rstrip('/')}/{wanted}"
         wanted = wanted.rstrip("/") or "/"
@@ -233,18 +233,25 @@ class Writer:
             raise self._failed(path, needed, directory, error) from None
 
     def _directory(self, place: Place, path: str) -> Directory:
-        """Open the directory for a new file; made if missing, opened anew if it was wiped."""
+        """Open the directory for a new file; made if missing, opened anew if its name was moved."""
+        mode = self._directory_mode()
         for _ in range(2):
             try:
-                found = self._roots.directory(place, path, make=self._directory_mode())
+                found = self._roots.directory(place, path, make=mode)
+                # The root may have been wiped or moved away under the descriptor that is kept.
+                named = os.stat("/".join(filter(None, place)), follow_symlinks=not place[1])
+                kept = os.fstat(found.fd)
+                if (named.st_dev, named.st_ino) == (kept.st_dev, kept.st_ino):
+                    return found
             except FileNotFoundError:
-                os.makedirs(self.root, exist_ok=True)
-                self._roots.forget(place)
-                continue
-            if os.fstat(found.fd).st_nlink:
-                return found
+                self._make_root(mode)
             self._roots.forget(place)
-        return self._roots.directory(place, path, make=self._directory_mode())
+        return self._roots.directory(place, path, make=mode)
+
+    def _make_root(self, mode: int) -> None:
+        if not os.path.isdir(self.root):
+            os.makedirs(self.root, exist_ok=True)
+            os.chmod(self.root, mode)  # past the umask: trainers run as other users
 
     def _directory_mode(self) -> int:
         return self._mode | (self._mode & 0o444) >> 2 | stat.S_IRWXU
@@ -310,6 +317,8 @@ class Writer:
 
 
 def _place(field: str, value: Any) -> _Placed:
+    if not isinstance(field, str):
+        raise TypeError(f"field is {field!r}: needs a name")
     wrong = why_illegal_field(field)
     if wrong:
         raise ValueError(f"field {field!r} {wrong}")
@@ -326,16 +335,20 @@ def _place(field: str, value: Any) -> _Placed:
     if isinstance(data, Ragged):
         if known is None or not known.ragged:
             raise TypeError(f"field {field!r} is Ragged: only fields known as ragged can be")
-        return _Placed(field, pos, narrow(data.values, known.dtype or "int32"), data.offsets)
-    if not isinstance(data, np.ndarray):
+        values = np.asarray(narrow(data.values, known.dtype or "int32"), order="C")
+        return _Placed(field, pos, values, data.offsets)
+    if not isinstance(data, np.ndarray) or isinstance(data, np.ma.MaskedArray):
         raise TypeError(f"field {field!r} is {type(data).__name__}: needs a numpy array or Ragged")
     if data.dtype.name not in DTYPES:
         raise TypeError(f"field {field!r} has dtype {data.dtype}: needs one of {', '.join(DTYPES)}")
     if not data.ndim:
         raise ValueError(f"field {field!r} has no axis: needs one that counts rows")
-    if known is not None and known.ragged and data.ndim != 2:
+    dtype, shape = data.dtype.name, data.shape[1:]
+    if known is not None and known.ragged and len(shape) != 1:
+        raise ValueError(f"field {field!r} is ragged: needs Ragged, or padded [rows, width]")
+    if (dtype, shape) == ("uint32", ()):
         raise ValueError(
-            f"field {field!r} has shape {data.shape}: needs Ragged, or padded [rows, width]"
+            f"field {field!r} has uint32 numbers for rows: a reader takes that for a table"
         )
     # Little-endian and C order are what the format means by a dtype and a shape.
     return _Placed(field, pos, np.asarray(data, data.dtype.newbyteorder("<"), order="C"))
@@ -361,10 +374,12 @@ def _layout(
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata {key!r} is {type(value).__name__}: needs text")
-        if key in notes or key == "format":
+        if key == "format" or key.endswith((".pos", ".xxh3_64")):
             raise ValueError(f"metadata {key!r} is a key the file format uses itself")
     # Tables hold absolute offsets, so the header's size comes before their checksums.
     at = len(encode_header(tensors, notes | dict(metadata)))
+    if at > MAX_HEADER:
+        raise ValueError(f"metadata makes a header of {at} bytes: at most {MAX_HEADER} are allowed")
     places: dict[str, int] = {}
     for item in ordered:
         places[item.field] = at

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 
 from payload import (
+    FIELDS,
     PayloadCorruptError,
     PayloadMissingError,
     PayloadTruncatedError,
+    Ragged,
     Resolver,
     SegmentError,
+    Writer,
     decode_segments,
     encode_segments,
 )
+from payload.testing import model
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "data" / "golden.json").read_text())
 CASES = {case["name"]: case for case in GOLDEN["cases"]}
@@ -96,6 +100,34 @@ def test_where_upstream_errs_ours_is_a_typed_error_or_the_right_rows(
         got = resolver.window(segments, **case["query"], **RECIPE)
     dtype, values = OURS[name]
     np.testing.assert_array_equal(got, np.array(values, dtype), strict=True)
+
+
+@pytest.mark.parametrize("mode", ["map", "copy"])
+@pytest.mark.parametrize(
+    "name", [n for n in CASES if not n.startswith("ERR_") and n != "QUIRK_negative_pos"]
+)
+def test_files_of_our_own_writer_give_the_same(name: str, mode: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    (tmp_path / "theirs").mkdir()
+    segments = decode_segments(placed(case, tmp_path / "theirs"))
+    files = {segment.file: Path(segment.file).read_bytes() for segment in segments}
+    writer, ours = Writer(tmp_path), []
+    for segment in segments:
+        field = FIELDS[segment.field]
+        rows: Any = [model.row(files, segment, i, field) for i in range(segment.rows)]
+        if field.ragged and segment.shape == ():
+            rows = Ragged.from_lists(rows, field.dtype)
+        elif field.ragged:
+            rows = Ragged.from_lists(rows, field.dtype).to_padded(field.fill, *segment.shape)
+        else:
+            rows = np.array(rows, segment.dtype).reshape(segment.rows, *segment.shape)
+        ours += writer.write({segment.field: (segment.pos, rows)})
+    with Resolver(tmp_path, mode=mode) as resolver:
+        want = resolver.window(segments, **case["query"], **RECIPE)
+        got = resolver.window(ours, **case["query"], **RECIPE)
+    assert (got is None) is (want is None) is (case["expected"] is None)
+    if got is not None:
+        np.testing.assert_array_equal(got, want, strict=True)
 
 
 def test_the_wire_forms_decode_and_encode_byte_for_byte() -> None:

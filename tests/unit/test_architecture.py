@@ -78,7 +78,7 @@ def test_the_public_names_are_these() -> None:
         """CoverageError FIELDS Field InlineError PathError PayloadCorruptError PayloadError
         PayloadMissingError PayloadTruncatedError PayloadWriteError Ragged Resolver
         ResolverClosedError Segment SegmentError Stats Writer clip decode_segments encode_segments
-        expert_dtype gaps shift""".split()
+        expert_dtype gaps shift MicroBatch Sample cp_window pack""".split()
     )
     for module in (payload, client):
         for name in module.__all__:
