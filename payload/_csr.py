@@ -15,7 +15,7 @@ import numpy as np
 
 from ._cast import NUMPY, allocate
 from ._files import Files
-from ._gather import SCRATCH, Array, Read, add_read, blocks, bytes_of, fit, run
+from ._gather import SCRATCH, Array, Read, blocks, bytes_of, fit, run
 from ._plan import Kind, Layout, Piece
 from .errors import PayloadCorruptError
 from .ragged import Ragged
@@ -44,11 +44,10 @@ def tables(
         When a table falls, leaves the file, or cuts an element. Nothing is allocated by it.
     """
     starts = [0]
-    reads: dict[str, list[Read]] = {}
+    reads: list[Read] = []
     for segment in segments:
         if segment.rows:
-            read = segment.offset, 4 * (segment.rows + 1), 4 * starts[-1]
-            add_read(reads.setdefault(segment.file, []), read)
+            reads.append((segment.file, segment.offset, 4 * (segment.rows + 1), 4 * starts[-1]))
         starts.append(starts[-1] + (segment.rows + 1 if segment.rows else 0))
     if 4 * starts[-1] > SCRATCH:
         # Before so much memory is taken on their word, the tables must be in their files.
@@ -57,7 +56,8 @@ def tables(
             if segment.rows:
                 os.close(files.open(segment.file, segment.offset, end)[0])
     flat = allocate((starts[-1],), np.dtype("<u4"), files.max_bytes, "a table")
-    sizes = run(files, reads, bytes_of(flat), flat.nbytes)
+    sizes: dict[str, int] = {}
+    run(files, reads, bytes_of(flat), flat.nbytes, sizes=sizes)
     found = []
     for segment, full, start, stop in zip(
         segments, whole or segments, starts, starts[1:], strict=False
@@ -202,14 +202,13 @@ class Rows:
         np.cumsum(self.counts, out=offsets[1:])
         total = int(offsets[-1])
         values = allocate((total,), self._dtype, self._files.max_bytes, "a ragged window")
-        reads: dict[str, list[Read]] = {}
+        reads: list[Read] = []
         for (segment, _), table in zip(self._pieces, self._tables, strict=True):
             at = int(offsets[segment.pos - self._lo])
             if table is not None:
                 nbytes = int(table[-1] - table[0])
                 if nbytes:
-                    read = int(table[0]), nbytes, at * values.itemsize
-                    add_read(reads.setdefault(segment.file, []), read)
+                    reads.append((segment.file, int(table[0]), nbytes, at * values.itemsize))
                 continue
             for first, _, kept in self._value_blocks(segment, None):
                 fit(segment, first, kept, self._dtype)

@@ -43,10 +43,12 @@ LOCAL_TYPES = frozenset(
 )
 # O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+_FORMAT = stat.S_IFMT(0xFFFF)  # the bits of a mode that say what it is
 NETWORK_WAIT = 5.0  # s; a client's caches show a new name within milliseconds once revalidated
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
 
 MAX_THREADS = 8
+_CPUS = len(os.sched_getaffinity(0))
 THREADED_FILE = 65_536  # bytes a file; below, one thread is as fast: opening holds the others up
 _BLOCK = 1 << 20  # bytes; where a larger pread is no faster
 
@@ -132,7 +134,7 @@ class Files:
         self._mode = mode
         self._wait = wait
         self._max_maps = max_maps or default_max_maps()
-        self._verify = verify
+        self.verify = verify
         self._types: dict[int, str] = {}
         self._maps_on: dict[int, bool] = {}  # device -> whether its files are mapped
         self._dropped_alive = 0
@@ -158,7 +160,7 @@ class Files:
         if (
             found is not None
             and found.nbytes >= stop
-            and (not self._verify or any(a <= start and stop <= b for a, b in found.verified))
+            and (not self.verify or any(a <= start and stop <= b for a, b in found.verified))
         ):
             found.hits += 1
             return found
@@ -218,10 +220,13 @@ class Files:
         except OSError as error:
             raise self.refused(path, error) from None
 
-    def on_threads(self, work: Callable[[], None], tasks: int, nbytes: int) -> None:
-        """Run `work` here, and on threads besides where `tasks` files of `nbytes` in all pay for it."""
-        threads = min(tasks, MAX_THREADS, os.cpu_count() or 1)
-        if threads < 2 or nbytes < tasks * THREADED_FILE:
+    def threads(self, tasks: int, nbytes: int) -> int:
+        """How many threads pay for `tasks` files of `nbytes` in all."""
+        return min(tasks, MAX_THREADS, _CPUS) if nbytes >= tasks * THREADED_FILE else 1
+
+    def on_threads(self, work: Callable[[], None], threads: int) -> None:
+        """Run `work` on as many threads at once, this one among them."""
+        if threads < 2:
             work()
             return
         with self._lock:
@@ -246,9 +251,10 @@ class Files:
         try opens the directories anew from the root's name, which revalidates a client's cache.
         """
         try:
-            fd, status, directory = self._open(path)
+            fd, status, directory = self.try_open(path)
         except OSError as error:
             return self._await(path, start, stop, error)
+        self.counts["opens"] += 1
         if status.st_size < stop:
             os.close(fd)
             return self._await(path, start, stop, status.st_size)
@@ -264,8 +270,16 @@ class Files:
             raise
         return fd, size, directory
 
-    def _open(self, path: str) -> tuple[int, os.stat_result, Directory]:
-        """Open a regular file beneath a root; one open relative to a kept directory if it is known."""
+    def try_open(self, path: str) -> tuple[int, os.stat_result, Directory]:
+        """Open a regular file beneath a root: one open relative to its directory, which is kept.
+
+        Raises
+        ------
+        PathError
+            When it is not a regular file, or not beneath a root.
+        OSError
+            As the system says: not waited for, not named.
+        """
         roots = self.roots
         head, _, name = path.rpartition("/")
         place = roots.located.get(head)
@@ -283,14 +297,13 @@ class Files:
             os.close(fd)
             raise
         mode = status.st_mode
-        if not stat.S_ISREG(mode):
+        if mode & _FORMAT != stat.S_IFREG:
             os.close(fd)
             raise PathError(
                 f"path {path!r} is a {kind_of(mode)}, not a regular file",
                 reason="not_regular",
                 path=path,
             )
-        self.counts["opens"] += 1
         return fd, status, directory
 
     def _await(
@@ -318,10 +331,11 @@ class Files:
             at_once = False
             self.roots.forget(place)
             try:
-                fd, status, directory = self._open(path)
+                fd, status, directory = self.try_open(path)
             except OSError as error:
                 failed = error
                 continue
+            self.counts["opens"] += 1
             if status.st_size >= stop:
                 return fd, status.st_size, directory
             os.close(fd)
@@ -384,7 +398,7 @@ class Files:
 
         A file of upstream's has no checksums; one of ours must have them, for every byte asked for.
         """
-        if not self._verify:
+        if not self.verify:
             return []
         arrays = self._checksums(fd, path, size)
         if arrays is None:

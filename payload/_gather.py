@@ -6,7 +6,9 @@ A file that shrinks while it is read is then a typed error instead of a signal.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -17,10 +19,11 @@ from .errors import PayloadCorruptError
 from .segment import Segment
 
 Array = np.ndarray[Any, Any]
-Read = tuple[int, int, int]  # bytes [offset, offset + nbytes) of a file belong at byte `at`
+Read = tuple[str, int, int, int]  # bytes [offset, offset + nbytes) of a file belong at byte `at`
 Convert = tuple[Segment, int, Array]  # rows of a segment from `skip` on belong in this array
 
 SCRATCH = 1 << 20  # bytes a thread holds for converting, besides the result
+_READ_MAX = 0x7FFF_F000  # bytes one preadv reads
 _IOV_MAX = 1024  # buffers one preadv takes
 
 
@@ -29,93 +32,117 @@ def bytes_of(array: Array) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
 
 
-def add_read(reads: list[Read], read: Read) -> None:
-    """Note a read of a file; one that continues the last, there and in the result, joins it."""
-    if reads:
-        offset, nbytes, at = reads[-1]
-        if offset + nbytes == read[0] and at + nbytes == read[2]:
-            reads[-1] = offset, nbytes + read[1], at
-            return
-    reads.append(read)
-
-
 def run(
     files: Files,
-    reads: dict[str, list[Read]],
+    reads: list[Read],
     out: memoryview,
     total: int,
     converts: dict[str, list[Convert]] | None = None,
-) -> dict[str, int]:
+    sizes: dict[str, int] | None = None,
+) -> None:
     """Carry out what each file owes the result, on threads where that pays.
 
     Parameters
     ----------
-    reads : dict of path to list of Read
+    reads : list of Read
         Bytes for `out`.
     total : int
         Bytes to read in all.
     converts : dict of path to list of Convert, optional
         Rows that change dtype or are narrower than the result's.
-
-    Returns
-    -------
-    dict of str to int
-        Size in bytes of each file of `reads`.
+    sizes : dict of path to int, optional
+        Takes the size in bytes of each file of `reads`.
     """
-    sizes: dict[str, int] = {}
-    whole, rows = list(reads.items()), list(converts.items()) if converts else []
-    # Shared by the threads: whoever is free takes the next file.
-    whole_left, rows_left = iter(whole), iter(rows)
+    paths = {read[0] for read in reads}
+    threads = files.threads(len(paths) + len(converts or ()), total)
+    # Shares of neighbours, so that two threads seldom meet in one huge page of the result; whoever
+    # is free takes the next.
+    shares: list[Callable[[], None]] = []
+    one_each = len(paths) == len(reads) and total <= _READ_MAX
+    if one_each and not files.verify and sizes is None:
+        shares += [partial(_read_singly, files, out, some) for some in _shares(reads, threads)]
+    else:
+        grouped = list(_by_file(reads).items())
+        shares += [partial(_read, files, out, sizes, some) for some in _shares(grouped, threads)]
+    if converts:
+        rows = list(converts.values())
+        shares += [partial(_convert_all, files, some) for some in _shares(rows, threads)]
+    left = iter(shares)
 
     def work() -> None:
         try:
-            _read_files(files, whole_left, out, sizes)
-            scratch = None
-            for _, wanted in rows_left:
-                if scratch is None:
-                    scratch = np.empty(SCRATCH, np.uint8)
-                for segment, skip, into in wanted:
-                    _convert(files, segment, skip, into, scratch)
+            for share in left:
+                share()
         except BaseException:
-            whole.clear()  # nobody needs the rest
-            rows.clear()
+            shares.clear()  # nobody needs the rest
             raise
 
-    files.on_threads(work, len(whole) + len(rows), total)
+    files.on_threads(work, threads)
     files.counts["bytes_read"] += total
-    return sizes
 
 
-def _read_files(
-    files: Files, left: Iterator[tuple[str, list[Read]]], out: memoryview, sizes: dict[str, int]
-) -> None:
-    reads = 0
-    open_file, preadv, close = files.open_read, os.preadv, os.close
-    for path, wanted in left:
-        if len(wanted) == 1:  # thousands of small files: no call that can be spared
-            offset, nbytes, at = wanted[0]
-            fd, size, _ = open_file(path, offset, offset + nbytes)
-            part = out[at : at + nbytes]
+def _shares(items: list[Any], threads: int) -> list[list[Any]]:
+    size = max(1, -(-len(items) // (4 * threads))) if threads > 1 else max(1, len(items))
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def _by_file(reads: list[Read]) -> dict[str, list[Read]]:
+    """Group reads by file, ascending; what follows on in the file and in the result is one read."""
+    grouped: dict[str, list[Read]] = {}
+    for path, offset, nbytes, at in sorted(reads, key=itemgetter(1)):
+        wanted = grouped.setdefault(path, [])
+        if wanted:
+            _, last, length, place = wanted[-1]
+            if last + length == offset and place + length == at:
+                wanted[-1] = path, last, length + nbytes, place
+                continue
+        wanted.append((path, offset, nbytes, at))
+    return grouped
+
+
+def _read_singly(files: Files, out: memoryview, reads: list[Read]) -> None:
+    """Carry out one read a file: thousands of small files, so no call that can be spared."""
+    try_open, preadv, close = files.try_open, os.preadv, os.close
+    for path, offset, nbytes, at in reads:
+        part = out[at : at + nbytes]
+        try:
+            fd, _, _ = try_open(path)
+        except OSError:
+            got = 0  # not there yet, or worse: opened again below, where it is waited for or named
+        else:
             try:
-                if preadv(fd, (part,), offset) != nbytes:
-                    files.fill(fd, path, offset, part)
+                got = preadv(fd, (part,), offset)
             except OSError as error:
                 raise files.refused(path, error) from None
             finally:
                 close(fd)
-            reads += 1
-        else:
-            wanted.sort()
-            stop = max(offset + nbytes for offset, nbytes, _ in wanted)
-            fd, size, _ = open_file(path, wanted[0][0], stop)
+        if got != nbytes:
+            fd, _, _ = files.open(path, offset, offset + nbytes)
             try:
-                for first, parts in _neighbours(wanted):
-                    files.fill(fd, path, first, *[out[at : at + n] for _, n, at in parts])
-                    reads += 1
+                files.fill(fd, path, offset, part)
             finally:
-                os.close(fd)
-        sizes[path] = size
-    files.counts["reads"] += reads
+                close(fd)
+    files.counts["reads"] += len(reads)
+    files.counts["opens"] += len(reads)
+
+
+def _read(
+    files: Files,
+    out: memoryview,
+    sizes: dict[str, int] | None,
+    grouped: list[tuple[str, list[Read]]],
+) -> None:
+    for path, wanted in grouped:
+        stop = max(offset + nbytes for _, offset, nbytes, _ in wanted)
+        fd, size, _ = files.open_read(path, wanted[0][1], stop)
+        try:
+            for first, parts in _neighbours(wanted):
+                files.fill(fd, path, first, *[out[at : at + n] for _, _, n, at in parts])
+                files.counts["reads"] += 1
+        finally:
+            os.close(fd)
+        if sizes is not None:
+            sizes[path] = size
 
 
 def _neighbours(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:
@@ -123,13 +150,21 @@ def _neighbours(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:
     parts: list[Read] = []
     first = stop = -1
     for read in wanted:
-        if read[0] != stop or len(parts) == _IOV_MAX:
+        _, offset, nbytes, _ = read
+        if offset != stop or len(parts) == _IOV_MAX:
             if parts:
                 yield first, parts
-            parts, first = [], read[0]
+            parts, first = [], offset
         parts.append(read)
-        stop = read[0] + read[1]
+        stop = offset + nbytes
     yield first, parts
+
+
+def _convert_all(files: Files, wanted_of: list[list[Convert]]) -> None:
+    scratch = np.empty(SCRATCH, np.uint8)
+    for wanted in wanted_of:
+        for segment, skip, into in wanted:
+            _convert(files, segment, skip, into, scratch)
 
 
 def _convert(files: Files, segment: Segment, skip: int, out: Array, scratch: Array) -> None:

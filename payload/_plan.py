@@ -60,12 +60,8 @@ def layout_of(segment: Segment, field: Field) -> Layout:
 
 def layouts_of(segments: Sequence[Segment], field: Field) -> dict[Kind, Layout]:
     """The layout of each kind of segment in a list of one field."""
-    found: dict[Kind, Layout] = {}
-    for segment in segments:
-        kind = segment.dtype, segment.shape
-        if kind not in found:
-            found[kind] = layout_of(segment, field)
-    return found
+    kinds = {(segment.dtype, segment.shape): segment for segment in segments}
+    return {kind: layout_of(segment, field) for kind, segment in kinds.items()}
 
 
 def widest(field: str, kinds: Sequence[Kind]) -> tuple[int, ...]:

@@ -222,7 +222,7 @@ class Resolver:
             if found is not None:
                 return _ndarray(shape, known.dtype, found, offset)
         out = allocate(shape, known.dtype, self._files.max_bytes, f"field {segment.field!r}")
-        _gather.run(self._files, {segment.file: [(offset, nbytes, 0)]}, bytes_of(out), nbytes)
+        _gather.run(self._files, [(segment.file, offset, nbytes, 0)], bytes_of(out), nbytes)
         self._files.counts["bytes_copied"] += nbytes
         return _read_only(out)
 
@@ -629,7 +629,7 @@ class Resolver:
     ) -> None:
         row_nbytes = result[:1].nbytes
         shape, name = result.shape[1:], result.dtype.name
-        reads: dict[str, list[_gather.Read]] = {}
+        reads: list[_gather.Read] = []
         converts: dict[str, list[_gather.Convert]] = {}
         copied = 0
         one_kind = len(kinds) == 1 and kinds[0] == (name, shape)
@@ -638,12 +638,8 @@ class Resolver:
             skip, rows = start - segment.pos, stop - start
             if one_kind or (segment.dtype == name and segment.shape == shape):
                 nbytes = rows * row_nbytes
-                read = segment.offset + skip * row_nbytes, nbytes, (start - lo) * row_nbytes
-                others = reads.get(segment.file)
-                if others is None:
-                    reads[segment.file] = [read]
-                else:
-                    _gather.add_read(others, read)
+                offset = segment.offset + skip * row_nbytes
+                reads.append((segment.file, offset, nbytes, (start - lo) * row_nbytes))
                 copied += nbytes
             else:
                 into = result[start - lo : stop - lo]

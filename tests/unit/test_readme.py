@@ -60,6 +60,33 @@ def test_the_server_side_writes_what_the_trainer_side_reads(tmp_path: Path) -> N
     )
 
 
+def test_the_packing_example_gives_both_ranks_their_rows(tmp_path: Path) -> None:
+    ids = np.arange(1, 30, dtype=np.uint8).reshape(-1, 1, 1)
+    writer, rollouts, at, packed = Writer(tmp_path), [], 0, []
+    for lengths, cut in (((3, 4), None), ((2, 6), 5), ((4, 3), None)):
+        total = sum(lengths)
+        mine, at = ids[at : at + total], at + total
+        segments = writer.write({"routed_experts": (0, mine[: lengths[0]])})
+        segments += writer.write({"routed_experts": (lengths[0], mine[lengths[0] : total - 1])})
+        rollouts.append((total, segments, cut))
+        rows = [*mine[: total - 1].ravel().tolist(), 0]
+        packed += rows[:cut]
+    with Resolver(tmp_path) as resolver:
+        names = run(block("Windows"), tmp_path, resolver=resolver, rollouts=rollouts)
+    packed += [0] * (24 - len(packed))
+    assert [rank.ravel().tolist() for rank in names["ranks"]] == [packed[:12], packed[12:]]
+    assert names["batch"].holes == [(6, 7), (18, 24)]
+
+
+def test_the_double_serves(tmp_path: Path, serve: Callable[..., str]) -> None:
+    double = run(block("Trying it without an engine"), tmp_path)["double"]
+    names = run(block("Client side").replace("http://127.0.0.1:8000", serve(double)), tmp_path)
+    completion_ids, segments = asyncio.run(names["roll_out"]([1, 2, 3, 4]))
+    assert completion_ids == [11, 12]
+    with Resolver(tmp_path) as resolver:
+        assert resolver.resolve(segments)["routed_experts"][0].shape == (5, 48, 8)
+
+
 def test_the_client_side_calls_a_server(tmp_path: Path, serve: Callable[..., str]) -> None:
     completion = Completion(token_ids=[7, 8], arrays={"routed_experts": (0, ROWS)})
     url = serve(app(lambda request: [completion], Writer(tmp_path)))
