@@ -13,8 +13,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ._cast import NUMPY, allocate
-from ._files import Files
+from ._cast import allocate
+from ._files import Deadline, Files
 from ._gather import SCRATCH, Array, Read, blocks, bytes_of, fit, run
 from ._plan import Kind, Layout, Piece
 from .errors import PayloadCorruptError
@@ -23,7 +23,10 @@ from .segment import Segment
 
 
 def tables(
-    files: Files, segments: Sequence[Segment], whole: Sequence[Segment] | None = None
+    files: Files,
+    segments: Sequence[Segment],
+    deadline: Deadline,
+    whole: Sequence[Segment] | None = None,
 ) -> list[Array]:
     """Read and check the offsets table of each CSR segment.
 
@@ -54,10 +57,10 @@ def tables(
         for segment in segments:
             end = segment.offset + 4 * (segment.rows + 1)
             if segment.rows:
-                os.close(files.open(segment.file, segment.offset, end)[0])
+                os.close(files.open(segment.file, segment.offset, end, deadline)[0])
     flat = allocate((starts[-1],), np.dtype("<u4"), files.max_bytes, "a table")
     sizes: dict[str, int] = {}
-    run(files, reads, bytes_of(flat), flat.nbytes, sizes=sizes)
+    run(files, reads, bytes_of(flat), flat.nbytes, sizes=sizes, deadline=deadline)
     found = []
     for segment, full, start, stop in zip(
         segments, whole or segments, starts, starts[1:], strict=False
@@ -67,9 +70,8 @@ def tables(
             size = sizes[segment.file]
             if segment.length is not None and segment.offset + segment.length > size:
                 # Short, not corrupt: waits where it is worth it, else says so.
-                fd, size, _ = files.open(
-                    segment.file, segment.offset, segment.offset + segment.length
-                )
+                end = segment.offset + segment.length
+                fd, size, _ = files.open(segment.file, segment.offset, end, deadline)
                 os.close(fd)
             _check_table(segment, full.offset + 4 * (full.rows + 1), table, size)
             found.append(table)
@@ -113,13 +115,14 @@ def _check_table(segment: Segment, values: int, table: Array, size: int) -> None
 
 
 def _value_blocks(
-    files: Files, segment: Segment, table: Array, dtype: np.dtype[Any]
+    files: Files, segment: Segment, table: Array, dtype: np.dtype[Any], deadline: Deadline
 ) -> Iterator[tuple[int, int, Array]]:
     """Yield (first row, row after the last, values) of a CSR segment, as `blocks` does."""
     row, stop_row = 0, segment.rows
     if table[row] == table[stop_row]:
         return
-    fd, _, _ = files.open_read(segment.file, int(table[row]), int(table[stop_row]))
+    start, stop = int(table[row]), int(table[stop_row])
+    fd, _, _ = files.open_read(segment.file, start, stop, deadline)
     try:
         scratch = np.empty(0, dtype)
         while row < stop_row:
@@ -128,7 +131,8 @@ def _value_blocks(
             count = int(table[stop] - table[row]) // 4
             if count > scratch.size:
                 scratch = allocate((count,), dtype, files.max_bytes, f"field {segment.field!r}")
-            files.fill(fd, segment.file, int(table[row]), bytes_of(scratch[:count]))
+            values = bytes_of(scratch[:count])
+            files.read_open(fd, segment.file, int(table[row]), values, deadline=deadline)
             yield row, stop, scratch[:count]
             row = stop
     finally:
@@ -164,8 +168,10 @@ class Rows:
         hi: int,
         dtype: np.dtype[Any],
         fill: float | None,
+        deadline: Deadline,
     ) -> None:
         self._files = files
+        self._deadline = deadline
         self._lo = lo
         self._dtype = dtype
         self._fill = fill
@@ -177,7 +183,7 @@ class Rows:
             for piece, (_, layout) in zip(pieces, self._pieces, strict=True)
             if layout == "csr"
         ]
-        read_tables = iter(tables(files, csr, whole))
+        read_tables = iter(tables(files, csr, deadline, whole))
         self._tables = [
             next(read_tables) if layout == "csr" else None for _, layout in self._pieces
         ]
@@ -214,7 +220,7 @@ class Rows:
                 fit(segment, first, kept, self._dtype)
                 values[at : at + len(kept)] = kept
                 at += len(kept)
-        run(self._files, reads, bytes_of(values), values.nbytes)
+        run(self._files, reads, bytes_of(values), values.nbytes, deadline=self._deadline)
         self._files.counts["bytes_copied"] += values.nbytes
         return Ragged(values, offsets)
 
@@ -234,13 +240,13 @@ class Rows:
     ) -> Iterator[tuple[int, int, Array]]:
         """Yield (first row, row after the last, values without padding)."""
         if table is not None:
-            yield from _value_blocks(self._files, segment, table, self._dtype)
+            yield from _value_blocks(self._files, segment, table, self._dtype, self._deadline)
             return
         for first, block in self._padded_blocks(segment):
             yield first, first + len(block), Ragged.from_padded(block, self._fill).values
 
     def _padded_blocks(self, segment: Segment) -> Iterator[tuple[int, Array]]:
-        return blocks(self._files, segment, 0, segment.rows, NUMPY[segment.dtype])
+        return blocks(self._files, segment, 0, segment.rows, self._deadline)
 
     def _padded_counts(self, segment: Segment) -> Array:
         counts = np.zeros(segment.rows, np.int64)
@@ -249,10 +255,12 @@ class Rows:
         return counts
 
 
-def longest(files: Files, segments: Sequence[Segment], layouts: Mapping[Kind, Layout]) -> int:
+def longest(
+    files: Files, segments: Sequence[Segment], layouts: Mapping[Kind, Layout], deadline: Deadline
+) -> int:
     """Width that holds every row of `segments`, whatever the window: ranks must agree on it."""
     width = max([1, *(shape[0] for (_, shape), layout in layouts.items() if layout == "padded")])
     csr = [one for one in segments if layouts[one.dtype, one.shape] == "csr"]
-    for table in tables(files, csr):
+    for table in tables(files, csr, deadline):
         width = max(width, int(np.diff(table).max(initial=0)) // 4)
     return width

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
+import logging
 import mmap
 import os
 import resource
@@ -19,38 +19,38 @@ import time
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, get_args
 
-import xxhash
-
+from . import _refusals
+from ._mounts import LOCAL_TYPES, Access, access_of, filesystem_type
 from ._paths import Directory, Place, Roots, kind_of, refuse_link
+from ._threads import Threads
+from ._verify import compare
 from .errors import (
     PathError,
-    PayloadCorruptError,
     PayloadError,
     PayloadMissingError,
     PayloadTruncatedError,
     ResolverClosedError,
 )
-from .format import FORMAT, MAX_HEADER, SUFFIX, checksums, decode_header
 
 Mode = Literal["auto", "map", "copy"]
 
-# Page faults on these fail only with the machine; elsewhere a fault can be SIGBUS or hang.
-LOCAL_TYPES = frozenset(
-    {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "f2fs", "bcachefs"}
-)
+NETWORK_WAIT = 5.0  # s; a client's caches show a new name within milliseconds once revalidated
+MAX_THREADS = 32  # requests a network file system is sent at a time
+THREADED_FILE = 65_536  # bytes a local file; below, opening holds the other threads up
+
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
+_BLOCK = 1 << 20  # bytes; where a larger pread is no faster
+_CPUS = len(os.sched_getaffinity(0))
+_FORMAT = stat.S_IFMT(0xFFFF)  # the bits of a mode that say what it is
 # O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
-_FORMAT = stat.S_IFMT(0xFFFF)  # the bits of a mode that say what it is
-NETWORK_WAIT = 5.0  # s; a client's caches show a new name within milliseconds once revalidated
-_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
-
-MAX_THREADS = 8
-_CPUS = len(os.sched_getaffinity(0))
-THREADED_FILE = 65_536  # bytes a file; below, one thread is as fast: opening holds the others up
-_BLOCK = 1 << 20  # bytes; where a larger pread is no faster
+_COUNTED = (
+    "opens", "maps", "hits", "bytes_mapped", "bytes_read", "bytes_read_through", "bytes_copied",
+    "reads", "waits",
+)  # fmt: skip
+_log = logging.getLogger("payload")
 
 
 def default_max_maps() -> int:
@@ -64,44 +64,57 @@ def default_max_maps() -> int:
     return 8_192 if soft == resource.RLIM_INFINITY else max(1, min(8_192, soft // 2))
 
 
-def filesystem_type(fd: int) -> str:
-    """Type of the file system an open descriptor is on, as the kernel names it; "" if unknown."""
-    try:
-        with open(f"/proc/self/fdinfo/{fd}") as info:
-            mount = next(line.split()[1] for line in info if line.startswith("mnt_id:"))
-        with open("/proc/self/mountinfo") as mounts:
-            for line in mounts:
-                left, _, right = line.partition(" - ")
-                if left.split(" ", 1)[0] == mount:
-                    return right.split(" ", 1)[0]
-    except (OSError, StopIteration):
-        pass
-    return ""
+class Deadline:
+    """How long one call still waits for files, all of them together; it starts with the first."""
+
+    __slots__ = ("began", "end")
+
+    def __init__(self) -> None:
+        self.began = self.end = 0.0
+
+    def left(self, patience: float) -> float:
+        """Seconds left of `patience`."""
+        now = time.monotonic()
+        if not self.began:
+            self.began, self.end = now, now + patience
+        return self.end - now
+
+    def waited(self) -> float:
+        """Seconds since the call began to wait."""
+        return time.monotonic() - self.began if self.began else 0.0
 
 
 class Map(mmap.mmap):
-    """A mapped file, and how often it was found in the cache."""
+    """A mapped file, what of it may be viewed, and how often it was found in the cache."""
 
-    __slots__ = ("hits", "nbytes", "seen", "verified")
+    __slots__ = ("hits", "identity", "nbytes", "ready", "seen", "whole")
 
+    whole: int  # bytes of the file
+    nbytes: int  # bytes that may be viewed without a look: all, or none where ranges are `ready`
+    ready: list[tuple[int, int]]
+    identity: tuple[int, int] | None  # device and inode, where ranges are added to `ready`
     hits: int
-    nbytes: int
     seen: int  # hits when eviction last looked
-    verified: list[tuple[int, int]]  # bytes whose checksums were compared
 
 
-def _map(fd: int, size: int, verified: list[tuple[int, int]]) -> Map:
+def _map(fd: int, size: int) -> Map:
     if sys.version_info >= (3, 13):
         made = Map(fd, size, mmap.MAP_SHARED, mmap.PROT_READ, trackfd=False)
     else:
         made = Map(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
-    made.nbytes = size
+    made.whole = made.nbytes = size
     made.hits = made.seen = 0
-    made.verified = verified
     return made
 
 
-_COUNTED = ("opens", "maps", "hits", "bytes_mapped", "bytes_read", "bytes_copied", "reads", "waits")
+class _Poller:
+    """Lets one thread at a time look whether a directory has new names."""
+
+    __slots__ = ("lock", "round")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.round = 0
 
 
 class Files:
@@ -116,8 +129,6 @@ class Files:
         max_maps: int | None,
         max_bytes: int | None,
     ) -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode is {mode!r}: needs one of {', '.join(get_args(Mode))}")
         if wait is not None and not wait >= 0:
             raise ValueError(f"wait is {wait!r}: needs seconds, 0 or more")
         if max_maps is not None and max_maps < 1:
@@ -125,82 +136,233 @@ class Files:
         if max_bytes is not None and max_bytes < 1:
             raise ValueError(f"max_bytes is {max_bytes}: needs at least 1")
         self.roots = Roots(roots)
+        self._modes = {
+            root: options.get("mode", mode) for root, options in self.roots.options.items()
+        }
+        for one in (mode, *self._modes.values()):
+            if one not in get_args(Mode):
+                raise ValueError(f"mode is {one!r}: needs one of {', '.join(get_args(Mode))}")
+        self._only_copy = set(self._modes.values()) == {"copy"}
         self.maps: OrderedDict[str, Map] = OrderedDict()
         self.max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        # How to open for reading; what is mapped is compared where it is mapped.
-        self.open_read = self._open_verified if verify else self.open
         self.counts = dict.fromkeys(_COUNTED, 0)
         self.fallbacks: Counter[str] = Counter()
-        self._mode = mode
+        self.verify = verify
+        self.threads = Threads(MAX_THREADS)
         self._wait = wait
         self._max_maps = max_maps or default_max_maps()
-        self.verify = verify
-        self._types: dict[int, str] = {}
-        self._maps_on: dict[int, bool] = {}  # device -> whether its files are mapped
+        self._types: dict[int, str] = {}  # by device
+        self._access: dict[tuple[str, int], Access] = {}  # by root and device
+        self._warned: set[tuple[str, str]] = set()
+        self._pollers: dict[Place, _Poller] = {}
         self._dropped_alive = 0
         self._dropped: list[weakref.ref[Map]] = []  # maps that only views may still hold
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
-        self._prefetcher: ThreadPoolExecutor | None = None
         self._closed = False
         _all_files.add(self)
 
-    def map(self, path: str, start: int, nbytes: int) -> Map | None:
+    # --- maps
+
+    def map(
+        self, path: str, start: int, nbytes: int, deadline: Deadline | None = None
+    ) -> Map | None:
         """Return the map of a file that has bytes [start, start + nbytes); None to read it instead.
 
         Raises
         ------
         PayloadError
-            `PathError`, `PayloadMissingError`, `PayloadTruncatedError`, or what the system refused.
+            `PathError`, `PayloadMissingError`, `PayloadTruncatedError`, `PayloadCorruptError`, or what
+            the system refused.
         """
-        if self._mode == "copy":
-            return None
         stop = start + nbytes
         found = self.maps.get(path)
-        if (
-            found is not None
-            and found.nbytes >= stop
-            and (not self.verify or any(a <= start and stop <= b for a, b in found.verified))
+        if found is not None and (
+            stop <= found.nbytes or any(a <= start and stop <= b for a, b in found.ready)
         ):
             found.hits += 1
             return found
-        fd, size, directory = self.open(path, start, stop)
-        try:
-            if not (self._maps_on.get(directory.device) or self._maps_beneath(directory)):
-                return None
-            # Compared through the descriptor that is mapped, so of the same file.
-            made = _map(fd, size, self._compare(fd, path, size, start, stop))
-        except (OSError, ValueError) as error:
-            if isinstance(error, PayloadError):
-                raise
-            # ValueError: the file shrank since fstat. Reading it says by how much.
-            self.fallbacks[_reason(error)] += 1
+        if self._only_copy:
             return None
+        fd, size, directory = self.open(path, start, stop, deadline)
+        try:
+            made = self._make_map(path, fd, size, directory, start, stop)
+        except (PayloadMissingError, PayloadTruncatedError):
+            made = self._make_map_anew(path, start, stop, deadline)
         finally:
             os.close(fd)
+        if made is not None:
+            self._keep(path, made)
+        return made
+
+    def _make_map_anew(
+        self, path: str, start: int, stop: int, deadline: Deadline | None
+    ) -> Map | None:
+        made: list[Map | None] = []
+
+        def use(fd: int, size: int, directory: Directory) -> None:
+            made.append(self._make_map(path, fd, size, directory, start, stop))
+
+        self._reading(path, start, stop, use, deadline)
+        return made[0]
+
+    def _make_map(
+        self, path: str, fd: int, size: int, directory: Directory, start: int, stop: int
+    ) -> Map | None:
+        access = self._access.get((directory.root, directory.device)) or self._find_access(
+            directory
+        )
+        if access == "copy":
+            return None
+        ready = None
+        if self.verify:
+            ready = self._compare(fd, path, size, start, stop)
+        elif access == "through":
+            self._read_through(fd, path, start, stop)
+            ready = [(start, stop)]
+        identity = None
+        if ready is not None:
+            status = os.fstat(fd)
+            identity = status.st_dev, status.st_ino
+            known = self.maps.get(path)
+            if known is not None and known.identity == identity and known.whole == size:
+                known.ready = known.ready + ready
+                return known
+        made: Map | None
+        try:
+            made = _map(fd, size)
+        except (OSError, ValueError) as error:
+            made = self._once_relieved(fd, size, directory, error)
+        if made is None:
+            return None
+        made.identity = identity
+        made.ready = ready or []
+        if ready is not None:
+            made.nbytes = 0
+        return made
+
+    def _once_relieved(
+        self, fd: int, size: int, directory: Directory, error: OSError | ValueError
+    ) -> Map | None:
+        """After a map that was refused: try once more without the maps nobody views, else read."""
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            self._relieve()
+            with contextlib.suppress(OSError, ValueError):
+                return _map(fd, size)
+        # ValueError: the file shrank since fstat. Reading it says by how much.
+        reason = _refusals.name_of(error.errno) if isinstance(error, OSError) else "shrank"
+        self.fallbacks[reason] += 1
+        if (directory.root, reason) not in self._warned:
+            self._warned.add((directory.root, reason))
+            _log.warning(
+                "files beneath %r are read instead of mapped: %s; %d maps are alive, descriptors are "
+                "limited to %d and maps by vm.max_map_count",
+                directory.root, error, self.live_maps(), resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            )  # fmt: skip
+        return None
+
+    def _keep(self, path: str, made: Map) -> None:
         with self._lock:
             if self._closed:
                 raise ResolverClosedError("resolver was closed meanwhile: make a new one")
+            known = self.maps.get(path)
+            if known is made:
+                return
+            if known is not None:
+                self._drop(known)
             self.counts["maps"] += 1
-            self.counts["bytes_mapped"] += size
-            if found is not None:
-                self._drop(found)
+            self.counts["bytes_mapped"] += made.whole
             self.maps[path] = made
             if len(self.maps) > self._max_maps:
                 self._evict(keep=path)
-        return made
 
-    def _maps_beneath(self, directory: Directory) -> bool:
-        """Whether files in `directory` are mapped, rather than read."""
-        if self._mode != "auto":
-            maps = self._mode == "map"
+    def _evict(self, keep: str) -> None:
+        """Drop maps down to the limit: oldest first, but one used since the last look stays.
+
+        This second chance makes a cache hit one addition, without a lock or a move in a list.
+        """
+        while len(self.maps) > self._max_maps:
+            path, found = self.maps.popitem(last=False)
+            if path == keep or found.hits != found.seen:
+                found.seen = found.hits
+                self.maps[path] = found
+            else:
+                self._drop(found)
+
+    def _drop(self, found: Map) -> None:
+        self.counts["hits"] += found.hits
+        self._dropped.append(weakref.ref(found))
+        if len(self._dropped) >= 2 * self._dropped_alive + 1024:
+            self._dropped = [ref for ref in self._dropped if ref() is not None]
+            self._dropped_alive = len(self._dropped)
+
+    def drop(self, paths: Sequence[str]) -> None:
+        """Give up the maps of some files."""
+        with self._lock:
+            for path in paths:
+                found = self.maps.pop(path, None)
+                if found is not None:
+                    self._drop(found)
+
+    def _relieve(self) -> None:
+        """Give up every descriptor and map that nobody else holds."""
+        self.drop(list(self.maps))
+        self.roots.close()
+
+    def live_maps(self) -> int:
+        """Maps not yet unmapped: those kept, and those only views still hold."""
+        return len(self.maps) + sum(ref() is not None for ref in self._dropped)
+
+    def map_hits(self) -> int:
+        """How often a map was found in the cache."""
+        return self.counts["hits"] + sum(found.hits for found in list(self.maps.values()))
+
+    # --- what kind of file system
+
+    def access(self) -> dict[str, Access]:
+        """How files were viewed so far, by root."""
+        return {root: access for (root, _), access in self._access.items()}
+
+    def _find_access(self, directory: Directory) -> Access:
+        mode = self._modes[directory.root]
+        if mode != "auto":
+            access: Access = mode
         else:
             kind = self._type(directory)
-            maps = kind in LOCAL_TYPES
+            access = access_of(kind)
             if not kind:
-                return False  # could not be found out; perhaps the next time
-        self._maps_on[directory.device] = maps
-        return maps
+                return access  # could not be found out; perhaps the next time
+        self._access[directory.root, directory.device] = access
+        return access
+
+    def _type(self, directory: Directory) -> str:
+        declared = self.roots.options[directory.root].get("type")
+        if declared is not None:
+            return str(declared)
+        kind = self._types.get(directory.device)
+        if not kind:
+            kind = self._types[directory.device] = filesystem_type(directory.fd)
+        return kind
+
+    def _kind(self, place: Place) -> str:
+        """Type of the file system of a root, "" if it is not there."""
+        try:
+            return self._type(self.roots.directory((place[0], ""), place[0]))
+        except OSError:
+            return ""
+
+    # --- reading
+
+    def helpers(self, files: int, one: str, nbytes: int) -> int:
+        """How many threads pay for reading `nbytes` from `files` files, `one` of them.
+
+        Measured: on local file systems a second thread helps from 64 KiB a file on, as many as there
+        are cores; elsewhere each request waits for the server, and up to 32 wait at once.
+        """
+        if files < 2:
+            return 1
+        if self._kind(self.roots.locate(one)[0]) not in LOCAL_TYPES:
+            return min(files, MAX_THREADS)
+        return min(files, _CPUS, MAX_THREADS) if nbytes >= files * THREADED_FILE else 1
 
     def fill(self, fd: int, path: str, offset: int, *out: memoryview) -> None:
         """Fill `out`, one buffer after the other, from an open descriptor."""
@@ -214,37 +376,122 @@ class Files:
                     got = os.preadv(fd, (part[done:],), offset + done)
                     if not got:
                         size = os.fstat(fd).st_size
-                        raise _truncated(path, offset + len(part), size, 0.0)
+                        raise _refusals.truncated(path, offset + len(part), size, 0.0, "")
                     done += got
                 offset += len(part)
         except OSError as error:
             raise self.refused(path, error) from None
 
-    def threads(self, tasks: int, nbytes: int) -> int:
-        """How many threads pay for `tasks` files of `nbytes` in all."""
-        return min(tasks, MAX_THREADS, _CPUS) if nbytes >= tasks * THREADED_FILE else 1
+    def read(
+        self, path: str, offset: int, *out: memoryview, deadline: Deadline | None = None
+    ) -> int:
+        """Open a file and fill `out` from `offset` on; return its size in bytes."""
 
-    def on_threads(self, work: Callable[[], None], threads: int) -> None:
-        """Run `work` on as many threads at once, this one among them."""
-        if threads < 2:
-            work()
-            return
-        with self._lock:
-            if self._closed:
-                raise ResolverClosedError("resolver was closed meanwhile: make a new one")
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(MAX_THREADS - 1, "payload")
-            futures = [self._pool.submit(work) for _ in range(threads - 1)]
+        def use(fd: int, size: int, directory: Directory) -> None:
+            if self.verify:
+                self._compare(fd, path, size, offset, stop)
+            self.fill(fd, path, offset, *out)
+
+        stop = offset + sum(map(len, out))
+        return self._reading(path, offset, stop, use, deadline)
+
+    def read_open(
+        self, fd: int, path: str, offset: int, *out: memoryview, deadline: Deadline | None = None
+    ) -> None:
+        """Fill `out` from an open descriptor; if it went stale or short, from the file opened anew."""
         try:
-            work()
-        finally:
-            # What did not start has nothing left to do; what did is waited for: it writes to `out`.
-            left = [future for future in futures if not future.cancel()]
-            errors = [error for future in left if (error := future.exception())]
-        if errors:
-            raise errors[0]
+            self.fill(fd, path, offset, *out)
+        except (PayloadMissingError, PayloadTruncatedError):
+            self.read(path, offset, *out, deadline=deadline)
 
-    def open(self, path: str, start: int, stop: int) -> tuple[int, int, Directory]:
+    def open_read(
+        self, path: str, start: int, stop: int, deadline: Deadline | None = None
+    ) -> tuple[int, int, Directory]:
+        """As `open`, with checksums compared if they are asked for."""
+        fd, size, directory = self.open(path, start, stop, deadline)
+        if self.verify:
+            try:
+                self._compare(fd, path, size, start, stop)
+            except BaseException:
+                os.close(fd)
+                raise
+        return fd, size, directory
+
+    def _reading(
+        self,
+        path: str,
+        start: int,
+        stop: int,
+        use: Callable[[int, int, Directory], None],
+        deadline: Deadline | None,
+    ) -> int:
+        """Open a file and use it; once more if it goes stale or short meanwhile, until the deadline."""
+        deadline = deadline or Deadline()
+        pause = 0.0
+        while True:
+            fd, size, directory = self.open(path, start, stop, deadline)
+            try:
+                use(fd, size, directory)
+                return size
+            except (PayloadMissingError, PayloadTruncatedError):
+                place, _ = self.roots.locate(path)
+                if pause and deadline.left(self._patience(place)) <= 0:
+                    raise
+            finally:
+                os.close(fd)
+            time.sleep(pause)
+            pause = min(2 * pause or _FIRST_PAUSE, _LAST_PAUSE)
+            self.roots.forget(place)
+
+    def _read_through(self, fd: int, path: str, start: int, stop: int) -> None:
+        """Read bytes into nowhere: errors come as errors, and views are served from the cache."""
+        scratch = memoryview(bytearray(min(_BLOCK, stop - start)))
+        for at in range(start, stop, _BLOCK):
+            self.fill(fd, path, at, scratch[: min(_BLOCK, stop - at)])
+            self.counts["reads"] += 1
+        self.counts["bytes_read_through"] += stop - start
+        try:
+            size = os.fstat(fd).st_size
+        except OSError as error:
+            raise self.refused(path, error) from None
+        if size < stop:
+            raise _refusals.truncated(path, stop, size, 0.0, "")
+
+    def _compare(
+        self, fd: int, path: str, size: int, start: int, stop: int
+    ) -> list[tuple[int, int]]:
+        return compare(lambda at, out: self.fill(fd, path, at, out), path, size, start, stop)
+
+    def prefetch(self, ranges: Sequence[tuple[str, int, int | None, int]]) -> None:
+        """Ask for (path, start, bytes, rows) to be brought in, on a thread; bytes None: a table."""
+        self.threads.later(lambda: self._prefetch(ranges))
+
+    def _prefetch(self, ranges: Sequence[tuple[str, int, int | None, int]]) -> None:
+        scratch = memoryview(bytearray(_BLOCK))
+        for path, start, nbytes, rows in ranges:
+            # The call that uses the file will meet the same error, where it can be reported.
+            with contextlib.suppress(PayloadError, OSError):
+                table = 4 * (rows + 1)
+                need = start + (table if nbytes is None else nbytes)
+                fd, size, directory = self.open(path, start, need)
+                try:
+                    if nbytes is None:
+                        last = os.pread(fd, 4, start + table - 4)
+                        nbytes = min(int.from_bytes(last, "little"), size) - start
+                    if self._type(directory) in LOCAL_TYPES:
+                        os.posix_fadvise(fd, start, max(nbytes, 1), os.POSIX_FADV_WILLNEED)
+                        continue
+                    # A network client reads ahead only what is read.
+                    for at in range(start, start + nbytes, _BLOCK):
+                        os.preadv(fd, [scratch[: min(_BLOCK, start + nbytes - at)]], at)
+                finally:
+                    os.close(fd)
+
+    # --- opening
+
+    def open(
+        self, path: str, start: int, stop: int, deadline: Deadline | None = None
+    ) -> tuple[int, int, Directory]:
         """Open a file once it is there with all of bytes [start, stop); return (fd, size, directory).
 
         Only a name that is not there yet, a stale handle and a short size are waited for; each
@@ -253,22 +500,12 @@ class Files:
         try:
             fd, status, directory = self.try_open(path)
         except OSError as error:
-            return self._await(path, start, stop, error)
+            return self._await(path, stop, error, deadline or Deadline())
         self.counts["opens"] += 1
         if status.st_size < stop:
             os.close(fd)
-            return self._await(path, start, stop, status.st_size)
+            return self._await(path, stop, status.st_size, deadline or Deadline())
         return fd, status.st_size, directory
-
-    def _open_verified(self, path: str, start: int, stop: int) -> tuple[int, int, Directory]:
-        """As `open`, with the checksums of all side arrays in bytes [start, stop) compared."""
-        fd, size, directory = self.open(path, start, stop)
-        try:
-            self._compare(fd, path, size, start, stop)
-        except BaseException:
-            os.close(fd)
-            raise
-        return fd, size, directory
 
     def try_open(self, path: str) -> tuple[int, os.stat_result, Directory]:
         """Open a regular file beneath a root: one open relative to its directory, which is kept.
@@ -307,29 +544,32 @@ class Files:
         return fd, status, directory
 
     def _await(
-        self, path: str, start: int, stop: int, failed: OSError | int
+        self, path: str, stop: int, failed: OSError | int, deadline: Deadline
     ) -> tuple[int, int, Directory]:
         """Try again until the deadline after a first try that failed, or found a file too short."""
         place, _ = self.roots.locate(path)
-        began = time.monotonic()
         pause = _FIRST_PAUSE
-        # The kept directory may have lost its name: then once more at once, from the root's.
-        at_once = self.roots.forget(place) and not isinstance(failed, int)
+        # Once more at once, whatever the deadline: a kept directory may have lost its name, and
+        # maps nobody views may hold the descriptors that were missing.
+        at_once = True
         while True:
-            if not isinstance(failed, int) and failed.errno not in (errno.ENOENT, errno.ESTALE):
-                raise self.refused(path, failed) from None
-            if not at_once:
-                waited = time.monotonic() - began
-                left = self._patience(place) - waited
+            if not isinstance(failed, int):
+                if at_once and failed.errno in (errno.EMFILE, errno.ENFILE):
+                    self._relieve()
+                elif failed.errno not in (errno.ENOENT, errno.ESTALE):
+                    raise self.refused(path, failed) from None
+            if at_once:
+                at_once = False
+                self.roots.forget(place)
+            else:
+                left = deadline.left(self._patience(place))
                 if left <= 0:
+                    kind = self._kind(place)
                     if isinstance(failed, int):
-                        raise _truncated(path, stop, failed, waited)
-                    raise _missing(self.roots, path, place, waited)
-                self.counts["waits"] += 1
-                time.sleep(min(pause, left))
+                        raise _refusals.truncated(path, stop, failed, deadline.waited(), kind)
+                    raise _refusals.missing(self.roots, path, place, deadline.waited(), kind)
+                self._pause(place, min(pause, left), left)
                 pause = min(pause * 2, _LAST_PAUSE)
-            at_once = False
-            self.roots.forget(place)
             try:
                 fd, status, directory = self.try_open(path)
             except OSError as error:
@@ -341,175 +581,39 @@ class Files:
             os.close(fd)
             failed = status.st_size
 
-    def live_maps(self) -> int:
-        """Maps not yet unmapped: those kept, and those only views still hold."""
-        return len(self.maps) + sum(ref() is not None for ref in self._dropped)
+    def _pause(self, place: Place, pause: float, left: float) -> None:
+        """Wait, then revalidate a directory; of all threads that wait for its names one does it."""
+        if len(self._pollers) >= 1024:
+            self._pollers.clear()
+        poller = self._pollers.setdefault(place, _Poller())
+        seen = poller.round
+        if not poller.lock.acquire(timeout=left):
+            return
+        try:
+            if poller.round == seen:
+                self.counts["waits"] += 1
+                time.sleep(pause)
+                self.roots.forget(place)
+                poller.round += 1
+        finally:
+            poller.lock.release()
 
-    def map_hits(self) -> int:
-        """How often a map was found in the cache."""
-        return self.counts["hits"] + sum(found.hits for found in list(self.maps.values()))
+    def _patience(self, place: Place) -> float:
+        if self._wait is not None:
+            return self._wait
+        kind = self._kind(place)
+        return 0.0 if not kind or kind in LOCAL_TYPES else NETWORK_WAIT
+
+    def refused(self, path: str, error: OSError) -> PayloadError:
+        """What the system said, as one of our errors."""
+        return _refusals.refused(path, error, len(self.maps))
 
     def close(self) -> None:
         """Drop every map and kept directory; views keep theirs."""
         with self._lock:
             self._closed = True
-            for pool in (self._pool, self._prefetcher):
-                if pool is not None:
-                    pool.shutdown(wait=False, cancel_futures=True)
-            self._pool = self._prefetcher = None
-            for found in self.maps.values():
-                self._drop(found)
-            self.maps.clear()
-        self.roots.close()
-
-    def prefetch(self, ranges: Sequence[tuple[str, int, int | None, int]]) -> None:
-        """Ask for (path, start, bytes, rows) to be brought in, on a thread; bytes None: a table."""
-        with self._lock:
-            if self._prefetcher is None:
-                self._prefetcher = ThreadPoolExecutor(1, "payload-prefetch")
-            self._prefetcher.submit(self._prefetch, ranges)
-
-    def _prefetch(self, ranges: Sequence[tuple[str, int, int | None, int]]) -> None:
-        scratch = memoryview(bytearray(_BLOCK))
-        for path, start, nbytes, rows in ranges:
-            # The call that uses the file will meet the same error, where it can be reported.
-            with contextlib.suppress(PayloadError, OSError):
-                table = 4 * (rows + 1)
-                fd, size, directory = self.open(
-                    path, start, start + (table if nbytes is None else nbytes)
-                )
-                try:
-                    if nbytes is None:
-                        last = os.pread(fd, 4, start + table - 4)
-                        nbytes = min(int.from_bytes(last, "little"), size) - start
-                    if self._type(directory) in LOCAL_TYPES:
-                        os.posix_fadvise(fd, start, max(nbytes, 1), os.POSIX_FADV_WILLNEED)
-                        continue
-                    # A network client reads ahead only what is read.
-                    for at in range(start, start + nbytes, _BLOCK):
-                        os.preadv(fd, [scratch[: min(_BLOCK, start + nbytes - at)]], at)
-                finally:
-                    os.close(fd)
-
-    def _compare(
-        self, fd: int, path: str, size: int, start: int, stop: int
-    ) -> list[tuple[int, int]]:
-        """Compare the checksums of the side arrays in bytes [start, stop); return what was compared.
-
-        A file of upstream's has no checksums; one of ours must have them, for every byte asked for.
-        """
-        if not self.verify:
-            return []
-        arrays = self._checksums(fd, path, size)
-        if arrays is None:
-            return [(0, size)]
-        scratch = memoryview(bytearray(min(_BLOCK, size)))
-        reached, compared = start, []
-        for begin, end, digest in arrays:
-            if begin >= stop or end <= start:
-                continue
-            state = xxhash.xxh3_64()
-            for at in range(begin, end, _BLOCK):
-                block = scratch[: min(_BLOCK, end - at)]
-                self.fill(fd, path, at, block)
-                state.update(block)
-            if state.hexdigest() != digest:
-                raise PayloadCorruptError(
-                    f"bytes [{begin}, {end}) of {path!r} have checksum {state.hexdigest()}, the "
-                    f"writer's was {digest}: the file was changed, or its pages were lost",
-                    reason="checksum",
-                    path=path,
-                    offset=begin,
-                    expected=digest,
-                    actual=state.hexdigest(),
-                )
-            if begin <= reached:
-                reached = max(reached, end)
-            compared.append((begin, end))
-        if reached < stop:
-            raise PayloadCorruptError(
-                f"bytes [{reached}, {stop}) of {path!r} belong to no side array its header lists",
-                reason="header",
-                path=path,
-                offset=reached,
-            )
-        return compared
-
-    def _checksums(self, fd: int, path: str, size: int) -> list[tuple[int, int, str]] | None:
-        """The side arrays of a file as (start, stop, checksum), ascending; None if it has no header."""
-        head = bytearray(min(size, 8))
-        self.fill(fd, path, 0, memoryview(head))
-        data = bytearray(min(size, 8 + int.from_bytes(head, "little"), 8 + MAX_HEADER))
-        self.fill(fd, path, 0, memoryview(data))
-        header = decode_header(bytes(data), path, size)
-        if header is not None:
-            return sorted(checksums(header, path))
-        if path.endswith(SUFFIX):
-            raise PayloadCorruptError(
-                f"file {path!r} has no header of {FORMAT!r}: it was damaged, or saved by another tool",
-                reason="header",
-                path=path,
-            )
-        return None
-
-    def _evict(self, keep: str) -> None:
-        """Drop maps down to the limit: oldest first, but one used since the last look stays.
-
-        This second chance makes a cache hit one addition, without a lock or a move in a list.
-        """
-        while len(self.maps) > self._max_maps:
-            path, found = self.maps.popitem(last=False)
-            if path == keep or found.hits != found.seen:
-                found.seen = found.hits
-                self.maps[path] = found
-            else:
-                self._drop(found)
-
-    def _drop(self, found: Map) -> None:
-        self.counts["hits"] += found.hits
-        self._dropped.append(weakref.ref(found))
-        if len(self._dropped) >= 2 * self._dropped_alive + 1024:
-            self._dropped = [ref for ref in self._dropped if ref() is not None]
-            self._dropped_alive = len(self._dropped)
-
-    def _patience(self, place: Place) -> float:
-        if self._wait is not None:
-            return self._wait
-        try:
-            kind = self._type(self.roots.directory((place[0], ""), place[0]))
-        except OSError:
-            return 0.0  # no root, nothing to wait for
-        return 0.0 if kind in LOCAL_TYPES else NETWORK_WAIT
-
-    def _type(self, directory: Directory) -> str:
-        kind = self._types.get(directory.device)
-        if not kind:
-            kind = self._types[directory.device] = filesystem_type(directory.fd)
-        return kind
-
-    def refused(self, path: str, error: OSError) -> PayloadError:
-        """What the system said, as one of our errors."""
-        code = errno.errorcode.get(error.errno or 0, "unknown")
-        said = f"path {path!r} cannot be read: {os.strerror(error.errno or 0)} ({code})"
-        if error.errno in (errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP):
-            return PathError(said, reason="path", path=path)
-        if error.errno in (errno.EACCES, errno.EPERM):
-            return PayloadError(
-                f"{said} for user {os.geteuid()}: the writer's mode and the directories above must "
-                "let this user read",
-                reason="permission",
-                path=path,
-            )
-        if error.errno in (errno.EMFILE, errno.ENFILE):
-            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            return PayloadError(
-                f"{said}: {limit} descriptors are allowed and {len(self.maps)} maps are kept; raise "
-                "the limit or lower max_maps",
-                reason="descriptors",
-                path=path,
-                expected=limit,
-            )
-        return PayloadError(said, reason="io", path=path, retryable=error.errno == errno.EINTR)
+        self.threads.close()
+        self._relieve()
 
 
 # A lock held by another thread at fork would never be released in the child.
@@ -519,50 +623,7 @@ _all_files: weakref.WeakSet[Files] = weakref.WeakSet()
 def _renew_locks() -> None:
     for files in list(_all_files):
         files._lock = threading.Lock()
-        files._pool = files._prefetcher = None  # their threads stayed with the parent
+        files._pollers.clear()
 
 
 os.register_at_fork(after_in_child=_renew_locks)
-
-
-def _reason(error: OSError | ValueError) -> str:
-    if isinstance(error, OSError):
-        return errno.errorcode.get(error.errno or 0, "unknown")
-    return "shrank"
-
-
-def _missing(roots: Roots, path: str, place: Place, waited: float) -> PayloadMissingError:
-    root, beneath = place
-    directory = f"{root}/{beneath}" if beneath else root
-    cure = "not written yet, already swept, or on another node's file system"
-    try:
-        # Listed by descriptor: by name it could be a link by now.
-        with os.scandir(roots.directory(place, path).fd) as entries:
-            count = sum(1 for _ in itertools.islice(entries, 1000))
-        shows = (
-            f"its directory {directory!r} has {count if count < 1000 else '1000 or more'} entries"
-        )
-    except OSError as error:
-        shows = f"its directory {directory!r} does not open: {os.strerror(error.errno or 0)}"
-        if not os.path.isdir(root):
-            shows = f"the root {root!r} is no directory here"
-            cure = "mount it, or map the server's prefix to where it is mounted"
-    tried = f"waited {waited:.3f} s" if waited >= 0.001 else "did not wait"
-    return PayloadMissingError(
-        f"file {path!r} is not there ({tried}; {shows}): {cure}",
-        reason="missing",
-        path=path,
-        retryable=True,
-        actual=waited,
-    )
-
-
-def _truncated(path: str, need: int, size: int, waited: float) -> PayloadTruncatedError:
-    tried = f"waited {waited:.3f} s" if waited >= 0.001 else "did not wait"
-    return PayloadTruncatedError(
-        f"file {path!r} has {size} bytes, its segment needs {need} ({tried})",
-        path=path,
-        retryable=True,
-        expected=need,
-        actual=size,
-    )

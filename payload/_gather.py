@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ._cast import NUMPY, allocate, check_fits
-from ._files import Files
+from ._files import Deadline, Files
 from .errors import PayloadCorruptError
 from .segment import Segment
 
@@ -39,6 +39,7 @@ def run(
     total: int,
     converts: dict[str, list[Convert]] | None = None,
     sizes: dict[str, int] | None = None,
+    deadline: Deadline | None = None,
 ) -> None:
     """Carry out what each file owes the result, on threads where that pays.
 
@@ -52,21 +53,31 @@ def run(
         Rows that change dtype or are narrower than the result's.
     sizes : dict of path to int, optional
         Takes the size in bytes of each file of `reads`.
+    deadline : Deadline, optional
+        Of the call this is part of.
     """
+    if not reads and not converts:
+        return
+    deadline = deadline or Deadline()
     paths = {read[0] for read in reads}
-    threads = files.threads(len(paths) + len(converts or ()), total)
+    one = reads[0][0] if reads else next(iter(converts or ()))
+    threads = files.helpers(len(paths) + len(converts or ()), one, total)
     # Shares of neighbours, so that two threads seldom meet in one huge page of the result; whoever
     # is free takes the next.
     shares: list[Callable[[], None]] = []
     one_each = len(paths) == len(reads) and total <= _READ_MAX
     if one_each and not files.verify and sizes is None:
-        shares += [partial(_read_singly, files, out, some) for some in _shares(reads, threads)]
+        shares += [
+            partial(_read_singly, files, out, deadline, some) for some in _shares(reads, threads)
+        ]
     else:
         grouped = list(_by_file(reads).items())
-        shares += [partial(_read, files, out, sizes, some) for some in _shares(grouped, threads)]
+        shares += [
+            partial(_read, files, out, sizes, deadline, some) for some in _shares(grouped, threads)
+        ]
     if converts:
         rows = list(converts.values())
-        shares += [partial(_convert_all, files, some) for some in _shares(rows, threads)]
+        shares += [partial(_convert_all, files, deadline, some) for some in _shares(rows, threads)]
     left = iter(shares)
 
     def work() -> None:
@@ -77,7 +88,7 @@ def run(
             shares.clear()  # nobody needs the rest
             raise
 
-    files.on_threads(work, threads)
+    files.threads.run(work, threads)
     files.counts["bytes_read"] += total
 
 
@@ -100,28 +111,22 @@ def _by_file(reads: list[Read]) -> dict[str, list[Read]]:
     return grouped
 
 
-def _read_singly(files: Files, out: memoryview, reads: list[Read]) -> None:
+def _read_singly(files: Files, out: memoryview, deadline: Deadline, reads: list[Read]) -> None:
     """Carry out one read a file: thousands of small files, so no call that can be spared."""
     try_open, preadv, close = files.try_open, os.preadv, os.close
     for path, offset, nbytes, at in reads:
         part = out[at : at + nbytes]
+        got = 0
         try:
             fd, _, _ = try_open(path)
-        except OSError:
-            got = 0  # not there yet, or worse: opened again below, where it is waited for or named
-        else:
             try:
                 got = preadv(fd, (part,), offset)
-            except OSError as error:
-                raise files.refused(path, error) from None
             finally:
                 close(fd)
+        except OSError:
+            pass  # not there yet, gone stale, or worse: below it is waited for, or named
         if got != nbytes:
-            fd, _, _ = files.open(path, offset, offset + nbytes)
-            try:
-                files.fill(fd, path, offset, part)
-            finally:
-                close(fd)
+            files.read(path, offset, part, deadline=deadline)
     files.counts["reads"] += len(reads)
     files.counts["opens"] += len(reads)
 
@@ -130,14 +135,16 @@ def _read(
     files: Files,
     out: memoryview,
     sizes: dict[str, int] | None,
+    deadline: Deadline,
     grouped: list[tuple[str, list[Read]]],
 ) -> None:
     for path, wanted in grouped:
         stop = max(offset + nbytes for _, offset, nbytes, _ in wanted)
-        fd, size, _ = files.open_read(path, wanted[0][1], stop)
+        fd, size, _ = files.open_read(path, wanted[0][1], stop, deadline)
         try:
             for first, parts in _neighbours(wanted):
-                files.fill(fd, path, first, *[out[at : at + n] for _, _, n, at in parts])
+                buffers = [out[at : at + n] for _, _, n, at in parts]
+                files.read_open(fd, path, first, *buffers, deadline=deadline)
                 files.counts["reads"] += 1
         finally:
             os.close(fd)
@@ -160,20 +167,22 @@ def _neighbours(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:
     yield first, parts
 
 
-def _convert_all(files: Files, wanted_of: list[list[Convert]]) -> None:
+def _convert_all(files: Files, deadline: Deadline, wanted_of: list[list[Convert]]) -> None:
     scratch = np.empty(SCRATCH, np.uint8)
     for wanted in wanted_of:
         for segment, skip, into in wanted:
-            _convert(files, segment, skip, into, scratch)
+            _convert(files, deadline, segment, skip, into, scratch)
 
 
-def _convert(files: Files, segment: Segment, skip: int, out: Array, scratch: Array) -> None:
+def _convert(
+    files: Files, deadline: Deadline, segment: Segment, skip: int, out: Array, scratch: Array
+) -> None:
     """Fill rows of `out` from row `skip` of `segment` on, changing dtype or widening rows.
 
     Narrower rows go into the leading entries of each dimension; the rest of `out` is left alone.
     """
     inner = out[(slice(None), *(slice(size) for size in segment.shape))]
-    for first, block in blocks(files, segment, skip, len(out), NUMPY[segment.dtype], scratch):
+    for first, block in blocks(files, segment, skip, len(out), deadline, scratch):
         fit(segment, skip + first, block, out.dtype)
         inner[first : first + len(block)] = block
 
@@ -183,7 +192,7 @@ def blocks(
     segment: Segment,
     skip: int,
     rows: int,
-    dtype: np.dtype[Any],
+    deadline: Deadline,
     scratch: Array | None = None,
 ) -> Iterator[tuple[int, Array]]:
     """Yield (first row, rows) from row `skip` on, at most `SCRATCH` bytes or one row at a time.
@@ -196,15 +205,17 @@ def blocks(
     step = min(rows, max(1, SCRATCH // row_nbytes))
     offset = segment.offset + skip * row_nbytes
     # Opened first: a row as large as that must be in the file before it gets memory.
-    fd, _, _ = files.open_read(segment.file, offset, offset + rows * row_nbytes)
+    fd, _, _ = files.open_read(segment.file, offset, offset + rows * row_nbytes, deadline)
     try:
         if scratch is None or scratch.nbytes < step * row_nbytes:
             what = f"field {segment.field!r}"
             scratch = allocate((step * row_nbytes,), np.dtype(np.uint8), files.max_bytes, what)
-        buffer = scratch[: step * row_nbytes].view(dtype).reshape(step, *segment.shape)
+        flat = scratch[: step * row_nbytes].view(NUMPY[segment.dtype])
+        buffer = flat.reshape(step, *segment.shape)
         for first in range(0, rows, step):
             block = buffer[: min(step, rows - first)]
-            files.fill(fd, segment.file, offset + first * row_nbytes, bytes_of(block))
+            at = offset + first * row_nbytes
+            files.read_open(fd, segment.file, at, bytes_of(block), deadline=deadline)
             files.counts["reads"] += 1
             yield first, block
     finally:

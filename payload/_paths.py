@@ -61,10 +61,11 @@ Place = tuple[str, str]  # a root's directory, and a directory beneath it ("" fo
 class Directory:
     """An open directory. Closed when its last user is gone, so eviction never closes under one."""
 
-    __slots__ = ("__weakref__", "device", "fd")
+    __slots__ = ("__weakref__", "device", "fd", "root")
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, root: str) -> None:
         self.fd = fd
+        self.root = root
         self.device = os.fstat(fd).st_dev
 
     def __del__(self) -> None:
@@ -76,32 +77,37 @@ class Roots:
 
     Parameters
     ----------
-    roots : path, sequence of paths, or mapping of prefix to path
+    roots : path, sequence of paths, or mapping of prefix to path or options
         With a mapping, a name on the wire must begin with one of the prefixes (whole components,
-        the longest wins) and is looked up beneath that prefix's directory.
+        the longest wins) and is looked up beneath that prefix's directory. Options are a mapping
+        with the key ``"directory"`` and, if wanted, ``"mode"`` and ``"type"``.
     """
 
     def __init__(self, roots: Any) -> None:
         if isinstance(roots, Mapping):
-            pairs = [(_prefix(key), absolute(value)) for key, value in roots.items()]
+            given = {_prefix(key): _options(value) for key, value in roots.items()}
         elif isinstance(roots, (str, os.PathLike)):
-            pairs = [(absolute(roots), absolute(roots))]
+            given = {absolute(roots): _options(roots)}
         elif isinstance(roots, Sequence):
-            pairs = [(absolute(root), absolute(root)) for root in roots]
+            given = {absolute(root): _options(root) for root in roots}
         else:
             raise TypeError(f"roots is {type(roots).__name__}: needs a path, paths, or a mapping")
-        if not pairs:
+        if not given:
             raise ValueError("roots is empty: needs at least one directory")
-        self.directories: dict[str, str] = dict(
-            sorted(pairs, key=lambda p: len(p[0]), reverse=True)
-        )
+        # Longest prefix first: the first that matches wins.
+        self.prefixes = dict(sorted(given.items(), key=lambda item: -len(item[0])))
+        self.options: dict[str, dict[str, Any]] = {}  # by directory
+        for options in given.values():
+            known = self.options.setdefault(options["directory"], options)
+            if known != options:
+                raise ValueError(f"root {options['directory']!r} has two sets of options")
         self.located: dict[str, Place] = {}  # by directory as named
         self.kept: OrderedDict[Place, Directory] = OrderedDict()
         self._lock = threading.Lock()
         _all_roots.add(self)
 
     def __repr__(self) -> str:
-        return f"Roots({self.directories!r})"
+        return f"Roots({list(self.prefixes)!r})"
 
     def locate(self, path: str) -> tuple[Place, str]:
         """Split a legal `path` into the place of its directory and the file name.
@@ -129,10 +135,10 @@ class Roots:
         return where, name
 
     def _locate(self, path: str, head: str) -> Place:
-        for prefix, directory in self.directories.items():
+        for prefix, options in self.prefixes.items():
             if head == prefix or head.startswith(prefix + "/") or prefix == "/":
-                return directory, head[len(prefix.rstrip("/")) + 1 :]
-        known = ", ".join(repr(prefix) for prefix in self.directories)
+                return options["directory"], head[len(prefix.rstrip("/")) + 1 :]
+        known = ", ".join(repr(prefix) for prefix in self.prefixes)
         raise PathError(
             f"path {path!r} is outside every root ({known}): map the server's prefix to a local "
             "directory with Resolver({prefix: directory})",
@@ -164,11 +170,11 @@ class Roots:
         if kept is not None:
             return kept
         if parent is None:
-            found = Directory(os.open(name, _DIRECTORY))
+            found = Directory(os.open(name, _DIRECTORY), place[0])
         else:
             made = make is not None and _make_directory(name, parent.fd)
             try:
-                found = Directory(os.open(name, _BENEATH, dir_fd=parent.fd))
+                found = Directory(os.open(name, _BENEATH, dir_fd=parent.fd), place[0])
             except OSError:
                 refuse_link(path, name, parent.fd)
                 raise
@@ -221,6 +227,19 @@ def _prefix(prefix: Any) -> str:
     if wrong:
         raise ValueError(f"root prefix {text!r} {wrong}")
     return text
+
+
+_OPTIONS = {"directory", "mode", "type"}
+
+
+def _options(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {"directory": absolute(value)}
+    if "directory" not in value or not set(value) <= _OPTIONS:
+        raise ValueError(
+            f"root options are {dict(value)!r}: needs 'directory', may have 'mode', 'type'"
+        )
+    return {**value, "directory": absolute(value["directory"])}
 
 
 def absolute(directory: Any) -> str:

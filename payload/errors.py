@@ -8,6 +8,7 @@ a mistake of the caller (``lo > hi``, a fill that does not fit) is a plain `Valu
 from __future__ import annotations
 
 import errno as _errno
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -32,6 +33,8 @@ class PayloadError(Exception):
         Byte offset in the file.
     expected, actual : object
         What was needed and what was found; bytes unless the message says otherwise.
+    errors : tuple of PayloadError
+        Of a call over many segments: one for each that cannot be read, this one first.
 
     Examples
     --------
@@ -49,6 +52,7 @@ class PayloadError(Exception):
     offset: int | None = None
     expected: Any = None
     actual: Any = None
+    errors: tuple[PayloadError, ...] = ()
 
     def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(message)
@@ -58,13 +62,34 @@ class PayloadError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException.__reduce__ would replay args only and lose the attributes of OSError children.
         attributes = dict(self.__dict__)
+        # The first of `errors` is this one: it would pickle itself for ever.
+        attributes.pop("errors", None)
+        if self.errors:
+            attributes["others"] = self.errors[1:]
         if isinstance(self, OSError):
             attributes["errno"] = self.errno
         return _restore, (type(self), self.args[0], attributes)
 
 
+def first_of(errors: Sequence[PayloadError], segments: int) -> PayloadError:
+    """Return the first of `errors`, telling of the others too."""
+    first = errors[0]
+    if len(errors) > 1:
+        places = ", ".join(str(error.index) for error in errors[:10])
+        more = ", ..." if len(errors) > 10 else ""
+        first.args = (
+            f"{first} - {len(errors)} of {segments} segments cannot be read: {places}{more}",
+        )
+        first.errors = tuple(errors)
+    return first
+
+
 def _restore(cls: type[PayloadError], message: str, attributes: dict[str, Any]) -> PayloadError:
-    return cls(message, **attributes)
+    others = attributes.pop("others", None)
+    error = cls(message, **attributes)
+    if others:
+        error.errors = (error, *others)
+    return error
 
 
 class SegmentError(PayloadError, ValueError):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Literal, NamedTuple, Self, SupportsIndex, cast
+from typing import Any, Literal, NamedTuple, Self, SupportsIndex
 
 import msgspec
 import numpy as np
@@ -13,9 +14,9 @@ import numpy as np
 from . import _gather, _plan
 from ._cast import NUMPY, allocate, common_dtype, exact_fill, known_dtype
 from ._csr import Rows, cut, longest
-from ._files import Files, Map, Mode
+from ._files import Deadline, Files, Mode
 from ._gather import Array, bytes_of
-from .errors import PayloadError, ResolverClosedError, SegmentError
+from .errors import PayloadError, ResolverClosedError, SegmentError, first_of
 from .fields import FIELDS, Field
 from .ragged import Ragged
 from .segment import Segment, check, decode_segments, uncovered, window
@@ -32,14 +33,17 @@ class Stats(msgspec.Struct, frozen=True):
         Files opened.
     maps, map_hits, live_maps : int
         Files mapped; times a map was found kept; maps now alive, views of evicted ones included.
-    bytes_mapped, bytes_read, bytes_copied : int
-        Size of what was mapped; bytes read by pread; bytes of rows copied into arrays.
+    bytes_mapped, bytes_read_through, bytes_read, bytes_copied : int
+        Size of what was mapped; bytes read before they were viewed through a map; bytes read into
+        arrays; bytes of rows copied into arrays.
     reads : int
         Read calls.
     waits : int
-        Times a file that was not there yet, or too short, was waited for.
+        Times a directory was looked into again for files not there yet or too short.
     fallbacks : dict of str to int
         Files read because they could not be mapped, by reason.
+    access : dict of str to {"map", "through", "copy"}
+        How files were viewed so far, by root.
     """
 
     opens: int
@@ -47,11 +51,13 @@ class Stats(msgspec.Struct, frozen=True):
     map_hits: int
     live_maps: int
     bytes_mapped: int
+    bytes_read_through: int
     bytes_read: int
     bytes_copied: int
     reads: int
     waits: int
     fallbacks: dict[str, int]
+    access: dict[str, str]
 
 
 class _Rows(NamedTuple):
@@ -68,15 +74,18 @@ class Resolver:
 
     Parameters
     ----------
-    roots : path, sequence of paths, or mapping of prefix to path
+    roots : path, sequence of paths, or mapping of prefix to path or options
         Where payload files may lie; nothing outside is ever opened. With a mapping the keys are
-        the prefixes as the server writes them, the values the directories here.
+        the prefixes as the server writes them, the values the directories here, or mappings with
+        ``"directory"`` and, if wanted, ``"mode"`` and ``"type"`` (the file system type to go by) for
+        this root alone.
     mode : {"auto", "map", "copy"}
-        ``"auto"`` maps files on local file systems and reads all others; ``"map"`` and ``"copy"``
-        do the one or the other everywhere.
+        ``"auto"`` maps files on local file systems; on NFSv4, Lustre, CephFS, GPFS, BeeGFS and
+        WekaFS it reads what is viewed through once and then maps; on all others it reads into
+        memory. ``"map"`` maps and ``"copy"`` reads everywhere.
     wait : float, optional
-        Seconds to wait for a file that is not there yet or too short. Default 0 on local file
-        systems, 5 on others.
+        Seconds one call waits for files not there yet or too short, all together. Default 0 on
+        local file systems, 5 on others.
     verify : {"size", "checksum"}
         ``"size"`` checks file sizes and tables; ``"checksum"`` also the checksum of each side
         array, at its first use per map. Files without one (upstream's) are read as they are.
@@ -128,7 +137,7 @@ class Resolver:
                     f"field {name!r} is ragged with dtype {field.dtype}: needs 4 bytes"
                 )
         self._parameters: dict[str, Any] = {
-            "roots": {},
+            "roots": None,
             "mode": mode,
             "wait": wait,
             "verify": verify,
@@ -138,11 +147,8 @@ class Resolver:
         }
         self._fields = dict(fields)
         self._files = Files(roots, mode, wait, verify == "checksum", max_maps, max_bytes)
-        self._parameters["roots"] = dict(
-            self._files.roots.directories
-        )  # absolute: it pickles along
-        # With checksums every view is looked at, so the short cut in view() never finds a map.
-        self._maps: Mapping[str, Map] = {} if verify == "checksum" else self._files.maps
+        self._parameters["roots"] = dict(self._files.roots.prefixes)  # absolute: it pickles along
+        self._maps = self._files.maps
         self._rows: dict[tuple[str, str, tuple[int, ...]], _Rows] = {}
         self._checked: tuple[Segment, ...] = ()
         self._closed = False
@@ -203,7 +209,7 @@ class Resolver:
             return _ndarray((rows, *shape), dtype, found, offset)
         return self._view(segment)
 
-    def _view(self, segment: Segment) -> Array:
+    def _view(self, segment: Segment, deadline: Deadline | None = None) -> Array:
         self._check_open()
         if type(segment) is Segment and type(segment.shape) is tuple:
             check(segment)
@@ -218,11 +224,12 @@ class Resolver:
         if not nbytes:
             return _read_only(np.empty(shape, known.dtype))
         if not offset % known.itemsize:
-            found = self._files.map(segment.file, offset, nbytes)
+            found = self._files.map(segment.file, offset, nbytes, deadline)
             if found is not None:
                 return _ndarray(shape, known.dtype, found, offset)
         out = allocate(shape, known.dtype, self._files.max_bytes, f"field {segment.field!r}")
-        _gather.run(self._files, [(segment.file, offset, nbytes, 0)], bytes_of(out), nbytes)
+        reads = [(segment.file, offset, nbytes, 0)]
+        _gather.run(self._files, reads, bytes_of(out), nbytes, deadline=deadline)
         self._files.counts["bytes_copied"] += nbytes
         return _read_only(out)
 
@@ -264,22 +271,35 @@ class Resolver:
         self._check_open()
         segments = decode_segments(payload)
         layouts = [_plan.layout_of(s, _plan.field_of(s.field, self._fields)) for s in segments]
-        resolved: dict[str, list[Array | Ragged]] = {}
+        resolved: dict[str, list[Any]] = {}
+        errors: list[PayloadError] = []
+        mapped = set(self._files.maps)
+        deadline = Deadline()
         for index, (segment, layout) in enumerate(zip(segments, layouts, strict=True)):
-            one: Array | Ragged
             try:
-                if layout == "csr":
-                    window = segment.pos, segment.end
-                    one = cast(
-                        "Ragged", self._ragged([segment], segment.field, *window, "any", None)
-                    )
-                else:
-                    one = self.view(segment)
+                one = self._one(segment, layout, deadline)
             except PayloadError as error:
                 error.index, error.field = index, segment.field
-                raise
-            resolved.setdefault(segment.field, []).append(one)
+                errors.append(error)
+            else:
+                resolved.setdefault(segment.field, []).append(one)
+        if errors:
+            resolved.clear()  # nothing this call mapped stays, not even through the traceback
+            one = None
+            self._files.drop([s.file for s in segments if s.file not in mapped])
+            raise first_of(errors, len(segments)) from None
         return resolved
+
+    def _one(
+        self, segment: Segment, layout: _plan.Layout, deadline: Deadline
+    ) -> Array | Ragged | None:
+        if layout == "csr":
+            window = segment.pos, segment.end
+            return self._ragged([segment], segment.field, *window, "any", None, deadline)
+        found = self._maps.get(segment.file)
+        if found is None or not found.nbytes:
+            return self._view(segment, deadline)
+        return self.view(segment)
 
     def window(
         self,
@@ -352,8 +372,8 @@ class Resolver:
         self._check_open()
         decoded = self._decode(segments)
         lo, hi = window(lo, hi)
-        with _naming(decoded, field):
-            return self._window(decoded, field, lo, hi, fill, holes, extent, dtype, out)
+        with _naming(self._files, decoded, field):
+            return self._window(decoded, field, lo, hi, fill, holes, extent, dtype, out, Deadline())
 
     def _window(
         self,
@@ -366,6 +386,7 @@ class Resolver:
         extent: tuple[int, int] | None,
         dtype: Any,
         out: Array | None,
+        deadline: Deadline,
     ) -> Array | None:
         wanted = [segment for segment in segments if segment.field == field]
         if not wanted:
@@ -375,7 +396,7 @@ class Resolver:
         found = _plan.pieces(wanted, lo, hi)
         holes_left = self._uncovered(wanted, found, known, lo, hi, holes, extent)
         if known.ragged:
-            return self._padded(wanted, layouts, found, known, lo, hi, fill, dtype, out)
+            return self._padded(wanted, layouts, found, known, lo, hi, fill, dtype, out, deadline)
         kinds = list(layouts)
         shape = _plan.widest(field, kinds)
         target = _target(field, kinds, known, dtype)
@@ -384,10 +405,10 @@ class Resolver:
         if out is None and len(found) == 1 and found[0][1:] == (lo, hi):
             segment = wanted[found[0][0]]
             if segment.shape == shape and NUMPY[segment.dtype] == target:
-                return self.view(cut(segment, lo, hi))
+                return self._view(cut(segment, lo, hi), deadline)
         result = self._result(field, (hi - lo, *shape), target, out)
         if result.size:
-            self._gather(wanted, kinds, found, lo, result)
+            self._gather(wanted, kinds, found, lo, result, deadline)
             if filling is not None:
                 _fill_gaps(wanted, found, lo, hi, result, filling)
         return result
@@ -460,8 +481,9 @@ class Resolver:
         """
         self._check_open()
         decoded = self._decode(segments)
-        with _naming(decoded, field):
-            return self._ragged(decoded, field, *window(lo, hi), holes, extent)
+        lo, hi = window(lo, hi)
+        with _naming(self._files, decoded, field):
+            return self._ragged(decoded, field, lo, hi, holes, extent, Deadline())
 
     def _ragged(
         self,
@@ -471,6 +493,7 @@ class Resolver:
         hi: int,
         holes: _plan.Holes | None,
         extent: tuple[int, int] | None,
+        deadline: Deadline,
     ) -> Ragged | None:
         wanted = [segment for segment in segments if segment.field == field]
         if not wanted:
@@ -486,11 +509,11 @@ class Resolver:
         found = _plan.pieces(wanted, lo, hi)
         self._uncovered(wanted, found, known, lo, hi, holes, extent)
         value = NUMPY[known.dtype or "int32"]
-        rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill)
+        rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill, deadline)
         whole = rows.whole()
         if whole is not None:
             segment, start, nbytes = whole
-            mapped = self._files.map(segment.file, start, nbytes)
+            mapped = self._files.map(segment.file, start, nbytes, deadline)
             if mapped is not None and not start % value.itemsize:
                 values = np.ndarray((nbytes // value.itemsize,), value, mapped, start)
                 return Ragged.from_counts(values, rows.counts)
@@ -520,11 +543,13 @@ class Resolver:
             map_hits=self._files.map_hits(),
             live_maps=self._files.live_maps(),
             bytes_mapped=counts["bytes_mapped"],
+            bytes_read_through=counts["bytes_read_through"],
             bytes_read=counts["bytes_read"],
             bytes_copied=counts["bytes_copied"],
             reads=counts["reads"],
             waits=counts["waits"],
             fallbacks=dict(self._files.fallbacks),
+            access={root: str(access) for root, access in self._files.access().items()},
         )
 
     def close(self) -> None:
@@ -626,6 +651,7 @@ class Resolver:
         found: Sequence[_plan.Piece],
         lo: int,
         result: Array,
+        deadline: Deadline,
     ) -> None:
         row_nbytes = result[:1].nbytes
         shape, name = result.shape[1:], result.dtype.name
@@ -645,7 +671,7 @@ class Resolver:
                 into = result[start - lo : stop - lo]
                 converts.setdefault(segment.file, []).append((segment, skip, into))
                 copied += rows * segment.row_nbytes
-        _gather.run(self._files, reads, bytes_of(result), copied, converts)
+        _gather.run(self._files, reads, bytes_of(result), copied, converts, deadline=deadline)
         self._files.counts["bytes_copied"] += copied
 
     def _padded(
@@ -659,14 +685,15 @@ class Resolver:
         fill: Any,
         dtype: Any,
         out: Array | None,
+        deadline: Deadline,
     ) -> Array:
         field = wanted[0].field
         value = NUMPY[known.dtype or "int32"]
         target = value if dtype is None or dtype == "field" else known_dtype(dtype)
         filling = self._fill(field, known, "field" if fill is None else fill, target, needed=True)
-        width = longest(self._files, wanted, layouts)
+        width = longest(self._files, wanted, layouts, deadline)
         result = self._result(field, (hi - lo, width), target, out)
-        rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill)
+        rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill, deadline)
         result[...] = filling
         rows.scatter(result)
         return result
@@ -710,11 +737,12 @@ def _fill_gaps(
 
 
 class _naming:
-    """Says in a `PayloadError` which segment of the list it is about, where its path tells."""
+    """Says in a `PayloadError` which segments of a list it is about, where paths tell."""
 
-    __slots__ = ("field", "segments")
+    __slots__ = ("field", "files", "segments")
 
-    def __init__(self, segments: Sequence[Segment], field: str) -> None:
+    def __init__(self, files: Files, segments: Sequence[Segment], field: str) -> None:
+        self.files = files
         self.segments = segments
         self.field = field
 
@@ -725,11 +753,45 @@ class _naming:
         if not isinstance(error, PayloadError):
             return
         error.field = error.field or self.field
-        if error.index is None and error.path is not None:
-            for index, segment in enumerate(self.segments):
-                if (segment.file, segment.field) == (error.path, self.field):
-                    error.index = index
-                    break
+        if error.path is None:
+            return
+        mine = [(i, s) for i, s in enumerate(self.segments) if s.field == self.field and s.rows]
+        error.index = next((i for i, s in mine if s.file == error.path), None)
+        if error.reason not in _FILE_REASONS:
+            return
+        # The call ends at the first file it meets; its caller wants to know of all.
+        errors, seen = [error], {error.path}
+        for index, segment in mine:
+            if segment.file not in seen and len(seen) < _LISTED:
+                seen.add(segment.file)
+                other = self._error_of(segment)
+                if other is not None:
+                    other.index, other.field = index, self.field
+                    errors.append(other)
+        first_of(errors, len(mine))
+
+    def _error_of(self, segment: Segment) -> PayloadError | None:
+        stop = segment.offset + (segment.nbytes or 4 * (segment.rows + 1))
+        over = Deadline()
+        over.left(0)  # the call has waited already
+        try:
+            os.close(self.files.open(segment.file, segment.offset, stop, over)[0])
+        except PayloadError as error:
+            return error
+        return None
+
+
+_FILE_REASONS = {
+    "missing",
+    "stale",
+    "truncated",
+    "symlink",
+    "not_regular",
+    "permission",
+    "path",
+    "io",
+}
+_LISTED = 256  # files looked at for the list
 
 
 def _open(parameters: dict[str, Any]) -> Resolver:

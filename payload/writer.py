@@ -136,7 +136,8 @@ class Writer:
     ) -> None:
         local = absolute(root)
         self._roots = Roots({local if prefix is None else prefix: local})
-        [(self.prefix, self.root)] = self._roots.directories.items()
+        [(self.prefix, options)] = self._roots.prefixes.items()
+        self.root = str(options["directory"])
         self._durable = durable
         self._mode = mode
         self._max_bytes = max_bytes

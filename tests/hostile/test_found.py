@@ -483,7 +483,7 @@ os.posix_fadvise = lambda fd, at, n, advice: (calls.append((at, n)), real(fd, at
 segments = decode_segments(sys.argv[2].encode())
 with Resolver(sys.argv[1]) as resolver:
     resolver.prefetch(segments)
-    resolver._files._prefetcher.shutdown(wait=True)
+    resolver._files.threads._prefetcher.shutdown(wait=True)
 print(json.dumps(calls))
 """
     mask = Ragged.from_lists([[7], [8, 9]])

@@ -8,9 +8,9 @@ import payload
 
 ROOT = Path(payload.__file__).parent
 FLOORS = [
-    {"errors", "dtypes", "_paths"},
-    {"segment", "fields", "ragged", "_cast"},
-    {"_plan", "_files", "_gather", "_csr", "format"},
+    {"errors", "dtypes", "_paths", "_mounts"},
+    {"segment", "fields", "ragged", "_cast", "_threads", "_refusals"},
+    {"_plan", "_files", "_verify", "_gather", "_csr", "format"},
     {"resolver", "writer"},
     {"inline", "packing"},
     {"testing", "__init__"},

@@ -1,0 +1,76 @@
+"""Threads of one resolver: made when first needed, never at import, never shared across fork."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from .errors import ResolverClosedError
+
+
+class Threads:
+    """Threads that help one call, and one that prefetches."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._helpers: ThreadPoolExecutor | None = None
+        self._prefetcher: ThreadPoolExecutor | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        _all_threads.add(self)
+
+    def run(self, work: Callable[[], None], threads: int) -> None:
+        """Run `work` on as many threads at once, the calling one among them."""
+        if threads < 2:
+            work()
+            return
+        with self._lock:
+            self._check_open()
+            if self._helpers is None:
+                self._helpers = ThreadPoolExecutor(self._most - 1, "payload")
+            futures = [self._helpers.submit(work) for _ in range(threads - 1)]
+        try:
+            work()
+        finally:
+            # What did not start has nothing left to do; what did is waited for: it writes to the
+            # caller's array.
+            left = [future for future in futures if not future.cancel()]
+            errors = [error for future in left if (error := future.exception())]
+        if errors:
+            raise errors[0]
+
+    def later(self, work: Callable[[], None]) -> Future[None]:
+        """Run `work` after what was given before, on the prefetching thread."""
+        with self._lock:
+            self._check_open()
+            if self._prefetcher is None:
+                self._prefetcher = ThreadPoolExecutor(1, "payload-prefetch")
+            return self._prefetcher.submit(work)
+
+    def close(self) -> None:
+        """Let the threads end; what is running finishes."""
+        with self._lock:
+            self._closed = True
+            for pool in (self._helpers, self._prefetcher):
+                if pool is not None:
+                    pool.shutdown(wait=False, cancel_futures=True)
+            self._helpers = self._prefetcher = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ResolverClosedError("resolver was closed meanwhile: make a new one")
+
+
+_all_threads: weakref.WeakSet[Threads] = weakref.WeakSet()
+
+
+def _forget() -> None:
+    for threads in list(_all_threads):
+        threads._lock = threading.Lock()
+        threads._helpers = threads._prefetcher = None  # they stayed with the parent
+
+
+os.register_at_fork(after_in_child=_forget)
