@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
@@ -91,7 +91,7 @@ class Map(mmap.mmap):
 
     whole: int  # bytes of the file
     nbytes: int  # bytes that may be viewed without a look: all, or none where ranges are `ready`
-    ready: list[tuple[int, int]]
+    ready: tuple[tuple[int, int], ...]
     identity: tuple[int, int] | None  # device and inode, where ranges are added to `ready`
     hits: int
     seen: int  # hits when eviction last looked
@@ -104,6 +104,7 @@ def _map(fd: int, size: int) -> Map:
         made = Map(fd, size, mmap.MAP_SHARED, mmap.PROT_READ)
     made.whole = made.nbytes = size
     made.hits = made.seen = 0
+    made.identity, made.ready = None, ()
     return made
 
 
@@ -143,7 +144,7 @@ class Files:
             if one not in get_args(Mode):
                 raise ValueError(f"mode is {one!r}: needs one of {', '.join(get_args(Mode))}")
         self._only_copy = set(self._modes.values()) == {"copy"}
-        self.maps: OrderedDict[str, Map] = OrderedDict()
+        self.maps: dict[str, Map] = {}
         self.max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         self.counts = dict.fromkeys(_COUNTED, 0)
         self.fallbacks: Counter[str] = Counter()
@@ -152,7 +153,7 @@ class Files:
         self._wait = wait
         self._max_maps = max_maps or default_max_maps()
         self._types: dict[int, str] = {}  # by device
-        self._access: dict[tuple[str, int], Access] = {}  # by root and device
+        self._access: dict[str, Access] = {}  # last found, by root
         self._warned: set[tuple[str, str]] = set()
         self._pollers: dict[Place, _Poller] = {}
         self._dropped_alive = 0
@@ -184,13 +185,31 @@ class Files:
         if self._only_copy:
             return None
         fd, size, directory = self.open(path, start, stop, deadline)
+        made: Map | None
         try:
-            made = self._make_map(path, fd, size, directory, start, stop)
+            if directory.access == "map" and not self.verify:
+                made = _map(fd, size)
+            else:
+                made = self._make_map(path, fd, size, directory, start, stop)
         except (PayloadMissingError, PayloadTruncatedError):
             made = self._make_map_anew(path, start, stop, deadline)
+        except (OSError, ValueError) as error:
+            if isinstance(error, PayloadError):
+                raise
+            made = self._once_relieved(fd, size, directory, error)
         finally:
             os.close(fd)
-        if made is not None:
+        if made is None:
+            return None
+        if found is None and len(self.maps) < self._max_maps:
+            # The common case; two threads that map one file at once both do, and one map stays.
+            self.maps[path] = made
+            self.counts["maps"] += 1
+            self.counts["bytes_mapped"] += size
+            if self._closed:  # meanwhile
+                self.drop([path])
+                raise ResolverClosedError("resolver was closed meanwhile: make a new one")
+        else:
             self._keep(path, made)
         return made
 
@@ -208,9 +227,7 @@ class Files:
     def _make_map(
         self, path: str, fd: int, size: int, directory: Directory, start: int, stop: int
     ) -> Map | None:
-        access = self._access.get((directory.root, directory.device)) or self._find_access(
-            directory
-        )
+        access = directory.access or self._find_access(directory)
         if access == "copy":
             return None
         ready = None
@@ -225,19 +242,11 @@ class Files:
             identity = status.st_dev, status.st_ino
             known = self.maps.get(path)
             if known is not None and known.identity == identity and known.whole == size:
-                known.ready = known.ready + ready
+                known.ready += tuple(ready)
                 return known
-        made: Map | None
-        try:
-            made = _map(fd, size)
-        except (OSError, ValueError) as error:
-            made = self._once_relieved(fd, size, directory, error)
-        if made is None:
-            return None
-        made.identity = identity
-        made.ready = ready or []
+        made = _map(fd, size)
         if ready is not None:
-            made.nbytes = 0
+            made.identity, made.ready, made.nbytes = identity, tuple(ready), 0
         return made
 
     def _once_relieved(
@@ -276,17 +285,22 @@ class Files:
                 self._evict(keep=path)
 
     def _evict(self, keep: str) -> None:
-        """Drop maps down to the limit: oldest first, but one used since the last look stays.
+        """Drop maps down to the limit, and an eighth more so that it is not done for each new file.
 
-        This second chance makes a cache hit one addition, without a lock or a move in a list.
+        Oldest first, but one used since the last look stays: this second chance makes a cache hit one
+        addition, without a lock or a move in a list.
         """
-        while len(self.maps) > self._max_maps:
-            path, found = self.maps.popitem(last=False)
-            if path == keep or found.hits != found.seen:
-                found.seen = found.hits
-                self.maps[path] = found
-            else:
-                self._drop(found)
+        most = self._max_maps - self._max_maps // 8
+        while len(self.maps) > most:
+            for path in list(self.maps):
+                found = self.maps.pop(path)
+                if path == keep or found.hits != found.seen:
+                    found.seen = found.hits
+                    self.maps[path] = found
+                else:
+                    self._drop(found)
+                if len(self.maps) <= most:
+                    break
 
     def _drop(self, found: Map) -> None:
         self.counts["hits"] += found.hits
@@ -320,7 +334,7 @@ class Files:
 
     def access(self) -> dict[str, Access]:
         """How files were viewed so far, by root."""
-        return {root: access for (root, _), access in self._access.items()}
+        return dict(self._access)
 
     def _find_access(self, directory: Directory) -> Access:
         mode = self._modes[directory.root]
@@ -331,7 +345,8 @@ class Files:
             access = access_of(kind)
             if not kind:
                 return access  # could not be found out; perhaps the next time
-        self._access[directory.root, directory.device] = access
+        directory.access = access
+        self._access[directory.root] = access
         return access
 
     def _type(self, directory: Directory) -> str:

@@ -15,6 +15,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ._mounts import Access
 from .errors import PathError
 
 PATH_MAX = 4096  # Linux; a longer name fails in the kernel anyway, without saying which
@@ -61,11 +62,12 @@ Place = tuple[str, str]  # a root's directory, and a directory beneath it ("" fo
 class Directory:
     """An open directory. Closed when its last user is gone, so eviction never closes under one."""
 
-    __slots__ = ("__weakref__", "device", "fd", "root")
+    __slots__ = ("__weakref__", "access", "device", "fd", "root")
 
     def __init__(self, fd: int, root: str) -> None:
         self.fd = fd
         self.root = root
+        self.access: Access | None = None  # how files in it are viewed, once found out
         self.device = os.fstat(fd).st_dev
 
     def __del__(self) -> None:

@@ -19,7 +19,7 @@ from ._gather import Array, bytes_of
 from .errors import PayloadError, ResolverClosedError, SegmentError, first_of
 from .fields import FIELDS, Field
 from .ragged import Ragged
-from .segment import Segment, check, decode_segments, uncovered, window
+from .segment import Segment, decode_segments, is_legal, uncovered, window
 
 _ndarray = np.ndarray  # a global is one look-up less than an attribute, in the path of every view
 
@@ -211,9 +211,7 @@ class Resolver:
 
     def _view(self, segment: Segment, deadline: Deadline | None = None) -> Array:
         self._check_open()
-        if type(segment) is Segment and type(segment.shape) is tuple:
-            check(segment)
-        else:
+        if not is_legal(segment):
             [segment] = decode_segments([segment])
         known = self._rows.get((segment.field, segment.dtype, segment.shape)) or self._learn(
             segment

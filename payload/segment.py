@@ -150,13 +150,18 @@ def _first_doubtful(segments: Sequence[Any], first: int) -> int:
 _NO_NAME: Final = frozenset({"", "."})
 
 
+def is_legal(segment: Segment) -> bool:
+    """Whether a segment is at one look legal; otherwise `check` says."""
+    return _first_doubtful((segment,), 0) == 1
+
+
 def check(segment: Segment, place: str = "$", index: int | None = None) -> None:
     """Raise `SegmentError` unless every number and name of `segment` is legal.
 
     Holds for any segment, however it was made: types exact, numbers in [0, 2^63-1], dtype in the
     table, sums and products in range, path legal, length equal to what rows and shape say.
     """
-    if _first_doubtful((segment,), 0):
+    if is_legal(segment):
         return
     _explain(segment, place, index)
     if len(_ROWS) >= _REMEMBERED:

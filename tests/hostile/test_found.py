@@ -196,7 +196,7 @@ def test_a_directory_that_became_a_link_is_not_listed(tmp_path: Path) -> None:
     (root / "v1").symlink_to(secret)
     with Resolver(root) as resolver, pytest.raises(PathError) as caught:
         resolver.view(Segment("f", f"{root}/v1/a", 0, 0, 1, "uint8", ()))
-    assert "38" not in str(caught.value)
+    assert "entries" not in str(caught.value)
 
 
 @pytest.mark.process
