@@ -14,6 +14,8 @@ from .errors import PayloadError
 Array = np.ndarray[Any, Any]
 DTypeLike = Any
 
+_CHUNK = 1 << 14  # values checked at a time: what is made of them stays small
+
 NUMPY: dict[str, np.dtype[Any]] = {name: np.dtype(name).newbyteorder("<") for name in DTYPES}
 
 
@@ -85,6 +87,11 @@ def check_fits(values: Array, target: np.dtype[Any]) -> None:
     """Raise ValueError unless `target` holds each of `values`; floats may round, not overflow."""
     source = values.dtype
     if not values.size or always_fits(source, target):
+        return
+    if values.size > _CHUNK:
+        flat = values.reshape(-1)  # a view of what is contiguous, as blocks are
+        for at in range(0, flat.size, _CHUNK):
+            check_fits(flat[at : at + _CHUNK], target)
         return
     if source.kind in "biu":
         low, high = int(values.min()), int(values.max())

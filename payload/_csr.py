@@ -8,18 +8,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from ._cast import allocate
 from ._files import Deadline, Files
-from ._gather import SCRATCH, Array, Read, blocks, bytes_of, fit, run
-from ._plan import Kind, Layout, Piece
+from ._gather import SCRATCH, Array, Read, blocks, bytes_of, fit, run, spread
+from ._plan import Kind, Layout, Piece, cut
 from .errors import PayloadCorruptError
 from .ragged import Ragged
 from .segment import Segment
+
+_ROWS = 1 << 16  # table entries looked at at a time
+
+
+class Part(NamedTuple):
+    """Rows of one segment that stand in a window, and their table; None for padded ones."""
+
+    segment: Segment
+    table: Array | None
 
 
 def tables(
@@ -39,7 +48,7 @@ def tables(
     Returns
     -------
     list of ndarray
-        ``[rows + 1]`` int64 absolute byte offsets in the segment's file; ``[0]`` for no rows.
+        ``[rows + 1]`` uint32 absolute byte offsets in the segment's file; ``[0]`` for no rows.
 
     Raises
     ------
@@ -54,10 +63,8 @@ def tables(
         starts.append(starts[-1] + (segment.rows + 1 if segment.rows else 0))
     if 4 * starts[-1] > SCRATCH:
         # Before so much memory is taken on their word, the tables must be in their files.
-        for segment in segments:
-            end = segment.offset + 4 * (segment.rows + 1)
-            if segment.rows:
-                os.close(files.open(segment.file, segment.offset, end, deadline)[0])
+        for path, offset, nbytes, _ in reads:
+            os.close(files.open(path, offset, offset + nbytes, deadline)[0])
     flat = allocate((starts[-1],), np.dtype("<u4"), files.max_bytes, "a table")
     sizes: dict[str, int] = {}
     run(files, reads, bytes_of(flat), flat.nbytes, sizes=sizes, deadline=deadline)
@@ -66,17 +73,17 @@ def tables(
         segments, whole or segments, starts, starts[1:], strict=False
     ):
         if segment.rows:
-            table = flat[start:stop].astype(np.int64)
             size = sizes[segment.file]
             if segment.length is not None and segment.offset + segment.length > size:
                 # Short, not corrupt: waits where it is worth it, else says so.
                 end = segment.offset + segment.length
                 fd, size, _ = files.open(segment.file, segment.offset, end, deadline)
                 os.close(fd)
+            table = flat[start:stop]
             _check_table(segment, full.offset + 4 * (full.rows + 1), table, size)
             found.append(table)
         else:
-            found.append(np.zeros(1, np.int64))
+            found.append(np.zeros(1, "<u4"))
     return found
 
 
@@ -92,16 +99,15 @@ def _check_table(segment: Segment, values: int, table: Array, size: int) -> None
             actual=actual,
         )
 
-    steps = np.diff(table)
-    wrong = (steps < 0) | (steps % 4 != 0)
-    if wrong.any():
-        row = int(np.argmax(wrong))
-        goes = "falls" if steps[row] < 0 else "cuts an element"
-        raise corrupt(
-            f"{goes}: from {table[row]} to {table[row + 1]} at row {row}",
-            int(table[row]),
-            int(table[row + 1]),
-        )
+    for at in range(0, segment.rows, _ROWS):
+        starts, stops = table[at : at + _ROWS], table[at + 1 : at + _ROWS + 1]
+        starts = starts[: len(stops)]
+        wrong = (stops < starts) | ((stops - starts) & 3 != 0)
+        if wrong.any():
+            row = at + int(np.argmax(wrong))
+            before, after = int(table[row]), int(table[row + 1])
+            goes = "falls" if after < before else "cuts an element"
+            raise corrupt(f"{goes}: from {before} to {after} at row {row}", before, after)
     first, last = int(table[0]), int(table[-1])
     if first < values:
         raise corrupt(
@@ -114,153 +120,195 @@ def _check_table(segment: Segment, values: int, table: Array, size: int) -> None
         raise corrupt(f"ends its values at {last}, the segment's length says {end}", end, last)
 
 
-def _value_blocks(
-    files: Files, segment: Segment, table: Array, dtype: np.dtype[Any], deadline: Deadline
-) -> Iterator[tuple[int, int, Array]]:
-    """Yield (first row, row after the last, values) of a CSR segment, as `blocks` does."""
-    row, stop_row = 0, segment.rows
-    if table[row] == table[stop_row]:
+def counts_of(table: Array, out: Array | None = None) -> Array:
+    """Number of values of each row, by its table; int64, or into `out`."""
+    counts = np.empty(len(table) - 1, np.int64) if out is None else out
+    for at in range(0, len(counts), _ROWS):
+        stops = table[at + 1 : at + _ROWS + 1]
+        counts[at : at + len(stops)] = (stops - table[at : at + len(stops)]) >> 2
+    return counts
+
+
+def parts_of(
+    files: Files,
+    segments: Sequence[Segment],
+    layouts: Mapping[Kind, Layout],
+    pieces: Sequence[Piece],
+    deadline: Deadline,
+) -> list[Part]:
+    """The rows of a window, with the tables of these rows alone."""
+    rows = [cut(segments[which], start, stop) for which, start, stop in pieces]
+    is_csr = [layouts[one.dtype, one.shape] == "csr" for one in rows]
+    csr = [one for one, yes in zip(rows, is_csr, strict=True) if yes]
+    whole = [segments[piece[0]] for piece, yes in zip(pieces, is_csr, strict=True) if yes]
+    read = iter(tables(files, csr, deadline, whole))
+    return [Part(one, next(read) if yes else None) for one, yes in zip(rows, is_csr, strict=True)]
+
+
+def parts_and_width(
+    files: Files,
+    segments: Sequence[Segment],
+    layouts: Mapping[Kind, Layout],
+    pieces: Sequence[Piece],
+    deadline: Deadline,
+) -> tuple[list[Part], int]:
+    """The rows of a window, and the width that holds every row of `segments`, outside it too.
+
+    Ranks must agree on the width, so all tables are read, once.
+    """
+    width = max([1, *(shape[0] for (_, shape), layout in layouts.items() if layout == "padded")])
+    csr = [i for i, one in enumerate(segments) if layouts[one.dtype, one.shape] == "csr"]
+    read = dict(zip(csr, tables(files, [segments[i] for i in csr], deadline), strict=True))
+    for entries in read.values():
+        for at in range(0, len(entries) - 1, _ROWS):
+            width = max(width, int(counts_of(entries[at : at + _ROWS + 1]).max()))
+    parts = []
+    for which, start, stop in pieces:
+        segment, table = segments[which], read.get(which)
+        if table is not None:
+            table = table[start - segment.pos : stop - segment.pos + 1]
+        parts.append(Part(cut(segment, start, stop), table))
+    return parts, width
+
+
+def whole(parts: Sequence[Part], rows: int) -> tuple[Segment, int, int] | None:
+    """The segment, first byte and length of the values, if one CSR segment has all `rows`."""
+    if len(parts) != 1:
+        return None
+    segment, table = parts[0]
+    if table is None or segment.rows != rows or table[0] == table[-1]:
+        return None
+    return segment, int(table[0]), int(table[-1]) - int(table[0])
+
+
+def offsets_of(
+    files: Files, parts: Sequence[Part], lo: int, hi: int, fill: float | None, deadline: Deadline
+) -> Array:
+    """``[hi - lo + 1]`` int64: where the values of each row of a window start."""
+    offsets = allocate((hi - lo + 1,), np.dtype(np.int64), files.max_bytes, "a window")
+    offsets[:] = 0
+    for segment, table in parts:
+        counts = offsets[1 + segment.pos - lo : 1 + segment.end - lo]
+        if table is not None:
+            counts_of(table, counts)
+            continue
+        for first, block in _padded(files, segment, deadline):
+            counts[first : first + len(block)] = Ragged.from_padded(block, fill).counts
+    return np.cumsum(offsets, out=offsets)
+
+
+def gather(
+    files: Files,
+    parts: Sequence[Part],
+    lo: int,
+    offsets: Array,
+    dtype: np.dtype[Any],
+    fill: float | None,
+    deadline: Deadline,
+) -> Array:
+    """Return the values of all rows in one fresh array, each copied once."""
+    values = allocate((int(offsets[-1]),), dtype, files.max_bytes, "a ragged window")
+    reads: list[Read] = []
+    total = 0
+    for segment, table in parts:
+        at = int(offsets[segment.pos - lo])
+        if table is not None:
+            nbytes = int(table[-1]) - int(table[0])
+            total += nbytes
+            if nbytes:
+                reads.append((segment.file, int(table[0]), nbytes, at * values.itemsize))
+            continue
+        for first, block in _padded(files, segment, deadline):
+            kept = Ragged.from_padded(block, fill).values
+            fit(segment, first, kept, dtype)
+            values[at : at + len(kept)] = kept
+            at += len(kept)
+    run(files, reads, bytes_of(values), total, deadline=deadline)
+    files.counts["bytes_copied"] += values.nbytes
+    return values
+
+
+def scatter(
+    files: Files,
+    parts: Sequence[Part],
+    lo: int,
+    out: Array,
+    dtype: np.dtype[Any],
+    fill: float | None,
+    deadline: Deadline,
+) -> None:
+    """Write the rows into padded `out`, ``[hi - lo, width]``; padding is left alone."""
+    tasks = []
+    total = 0
+    for part in parts:
+        rows = out[part.segment.pos - lo : part.segment.end - lo]
+        if part.table is not None:
+            total += int(part.table[-1]) - int(part.table[0])
+            tasks.append(
+                partial(_scatter_csr, files, part.segment, part.table, rows, dtype, deadline)
+            )
+        else:
+            total += part.segment.rows * part.segment.row_nbytes
+            tasks.append(partial(_scatter_padded, files, part.segment, rows, fill, deadline))
+    if tasks:
+        paths = {part.segment.file for part in parts}
+        spread(files, tasks, files.helpers(len(paths), parts[0].segment.file, total))
+    files.counts["bytes_copied"] += total
+
+
+def _scatter_csr(
+    files: Files,
+    segment: Segment,
+    table: Array,
+    rows: Array,
+    dtype: np.dtype[Any],
+    deadline: Deadline,
+) -> None:
+    start, stop = int(table[0]), int(table[-1])
+    if start == stop:
         return
-    start, stop = int(table[row]), int(table[stop_row])
     fd, _, _ = files.open_read(segment.file, start, stop, deadline)
     try:
         scratch = np.empty(0, dtype)
-        while row < stop_row:
-            limit = int(np.searchsorted(table[row : stop_row + 1], table[row] + SCRATCH, "right"))
-            stop = min(max(row + limit - 1, row + 1), stop_row)
-            count = int(table[stop] - table[row]) // 4
+        row = 0
+        while row < segment.rows:
+            # Rows whose values fill the scratch buffer, or one row that is larger.
+            ahead = table[row : row + _ROWS + 1]
+            until = int(np.searchsorted(ahead, int(table[row]) + SCRATCH, "right")) - 1
+            end = row + min(max(until, 1), len(ahead) - 1)
+            count = (int(table[end]) - int(table[row])) >> 2
             if count > scratch.size:
                 scratch = allocate((count,), dtype, files.max_bytes, f"field {segment.field!r}")
-            values = bytes_of(scratch[:count])
-            files.read_open(fd, segment.file, int(table[row]), values, deadline=deadline)
-            yield row, stop, scratch[:count]
-            row = stop
+            values = scratch[:count]
+            files.read_open(fd, segment.file, int(table[row]), bytes_of(values), deadline=deadline)
+            fit(segment, row, values, rows.dtype)
+            _store(rows[row:end], counts_of(table[row : end + 1]), values)
+            row = end
     finally:
         os.close(fd)
 
 
-def cut(segment: Segment, start: int, stop: int) -> Segment:
-    """Return the rows of `segment` at the token positions [start, stop) as a segment."""
-    if (start, stop) == (segment.pos, segment.end):
-        return segment
-    offset = segment.offset + (start - segment.pos) * segment.row_nbytes
-    return msgspec.structs.replace(
-        segment, offset=offset, pos=start, rows=stop - start, length=None
-    )
+def _scatter_padded(
+    files: Files, segment: Segment, rows: Array, fill: float | None, deadline: Deadline
+) -> None:
+    for first, block in _padded(files, segment, deadline):
+        kept = Ragged.from_padded(block, fill)
+        fit(segment, first, kept.values, rows.dtype)
+        _store(rows[first : first + len(block)], kept.counts, kept.values)
 
 
-class Rows:
-    """The ragged rows of a window: which segments, which pieces of them, and their tables.
-
-    Attributes
-    ----------
-    counts : ndarray
-        ``[hi - lo]`` int64: values in each row, 0 where nothing is recorded.
-    """
-
-    def __init__(
-        self,
-        files: Files,
-        segments: Sequence[Segment],
-        layouts: Mapping[Kind, Layout],
-        pieces: Sequence[Piece],
-        lo: int,
-        hi: int,
-        dtype: np.dtype[Any],
-        fill: float | None,
-        deadline: Deadline,
-    ) -> None:
-        self._files = files
-        self._deadline = deadline
-        self._lo = lo
-        self._dtype = dtype
-        self._fill = fill
-        rows = [cut(segments[which], start, stop) for which, start, stop in pieces]
-        self._pieces = [(one, layouts[one.dtype, one.shape]) for one in rows]
-        csr = [segment for segment, layout in self._pieces if layout == "csr"]
-        whole = [
-            segments[piece[0]]
-            for piece, (_, layout) in zip(pieces, self._pieces, strict=True)
-            if layout == "csr"
-        ]
-        read_tables = iter(tables(files, csr, deadline, whole))
-        self._tables = [
-            next(read_tables) if layout == "csr" else None for _, layout in self._pieces
-        ]
-        self.counts = allocate((hi - lo,), np.dtype(np.int64), files.max_bytes, "a window")
-        self.counts[:] = 0
-        for (segment, _), table in zip(self._pieces, self._tables, strict=True):
-            counts = np.diff(table) // 4 if table is not None else self._padded_counts(segment)
-            self.counts[segment.pos - lo : segment.end - lo] = counts
-
-    def whole(self) -> tuple[Segment, int, int] | None:
-        """The segment, first byte and length of the values, if one CSR segment has all rows."""
-        if len(self._pieces) != 1 or self._tables[0] is None:
-            return None
-        segment, table = self._pieces[0][0], self._tables[0]
-        if segment.rows != len(self.counts) or table[0] == table[-1]:
-            return None
-        return segment, int(table[0]), int(table[-1] - table[0])
-
-    def gather(self) -> Ragged:
-        """Return all rows in one fresh array, each value copied once."""
-        offsets = np.zeros(len(self.counts) + 1, np.int64)
-        np.cumsum(self.counts, out=offsets[1:])
-        total = int(offsets[-1])
-        values = allocate((total,), self._dtype, self._files.max_bytes, "a ragged window")
-        reads: list[Read] = []
-        for (segment, _), table in zip(self._pieces, self._tables, strict=True):
-            at = int(offsets[segment.pos - self._lo])
-            if table is not None:
-                nbytes = int(table[-1] - table[0])
-                if nbytes:
-                    reads.append((segment.file, int(table[0]), nbytes, at * values.itemsize))
-                continue
-            for first, _, kept in self._value_blocks(segment, None):
-                fit(segment, first, kept, self._dtype)
-                values[at : at + len(kept)] = kept
-                at += len(kept)
-        run(self._files, reads, bytes_of(values), values.nbytes, deadline=self._deadline)
-        self._files.counts["bytes_copied"] += values.nbytes
-        return Ragged(values, offsets)
-
-    def scatter(self, out: Array) -> None:
-        """Write the rows into padded `out`, ``[hi - lo, width]``; padding is left alone."""
-        columns = np.arange(out.shape[1])
-        for (segment, _), table in zip(self._pieces, self._tables, strict=True):
-            window = slice(segment.pos - self._lo, segment.end - self._lo)
-            rows, counts = out[window], self.counts[window]
-            for start, stop, values in self._value_blocks(segment, table):
-                fit(segment, start, values, out.dtype)
-                rows[start:stop][columns < counts[start:stop, None]] = values
-        self._files.counts["bytes_copied"] += int(self.counts.sum()) * self._dtype.itemsize
-
-    def _value_blocks(
-        self, segment: Segment, table: Array | None
-    ) -> Iterator[tuple[int, int, Array]]:
-        """Yield (first row, row after the last, values without padding)."""
-        if table is not None:
-            yield from _value_blocks(self._files, segment, table, self._dtype, self._deadline)
-            return
-        for first, block in self._padded_blocks(segment):
-            yield first, first + len(block), Ragged.from_padded(block, self._fill).values
-
-    def _padded_blocks(self, segment: Segment) -> Iterator[tuple[int, Array]]:
-        return blocks(self._files, segment, 0, segment.rows, self._deadline)
-
-    def _padded_counts(self, segment: Segment) -> Array:
-        counts = np.zeros(segment.rows, np.int64)
-        for first, block in self._padded_blocks(segment):
-            counts[first : first + len(block)] = Ragged.from_padded(block, self._fill).counts
-        return counts
+def _store(rows: Array, counts: Array, values: Array) -> None:
+    """Put values into the leading entries of rows, a mask of at most `SCRATCH` bytes at a time."""
+    columns = np.arange(rows.shape[1], dtype=np.int32)
+    step = max(1, SCRATCH // max(1, rows.shape[1]))
+    at = 0
+    for first in range(0, len(rows), step):
+        some = counts[first : first + step]
+        count = int(some.sum())
+        rows[first : first + step][columns < some[:, None]] = values[at : at + count]
+        at += count
 
 
-def longest(
-    files: Files, segments: Sequence[Segment], layouts: Mapping[Kind, Layout], deadline: Deadline
-) -> int:
-    """Width that holds every row of `segments`, whatever the window: ranks must agree on it."""
-    width = max([1, *(shape[0] for (_, shape), layout in layouts.items() if layout == "padded")])
-    csr = [one for one in segments if layouts[one.dtype, one.shape] == "csr"]
-    for table in tables(files, csr, deadline):
-        width = max(width, int(np.diff(table).max(initial=0)) // 4)
-    return width
+def _padded(files: Files, segment: Segment, deadline: Deadline) -> Iterator[tuple[int, Array]]:
+    """Yield (first row, rows) of a padded segment, so few that what is made of them is small too."""
+    return blocks(files, segment, segment.offset, segment.rows, deadline, SCRATCH // 4)

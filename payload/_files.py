@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 from . import _refusals
-from ._mounts import LOCAL_TYPES, Access, access_of, filesystem_type
+from ._mounts import LOCAL_TYPES, MEMORY_TYPES, Access, access_of, filesystem_type
 from ._paths import Directory, Place, Roots, kind_of, refuse_link
 from ._threads import Threads
 from ._verify import compare
@@ -48,7 +48,7 @@ _FORMAT = stat.S_IFMT(0xFFFF)  # the bits of a mode that say what it is
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 _COUNTED = (
     "opens", "maps", "hits", "bytes_mapped", "bytes_read", "bytes_read_through", "bytes_copied",
-    "reads", "waits",
+    "bytes_prefetched", "reads", "waits",
 )  # fmt: skip
 _log = logging.getLogger("payload")
 
@@ -62,6 +62,18 @@ def default_max_maps() -> int:
         return 32_768
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 8_192 if soft == resource.RLIM_INFINITY else max(1, min(8_192, soft // 2))
+
+
+def last_descriptor() -> int:
+    """Number from which on descriptors are left for reading and for the rest of the process.
+
+    A new descriptor gets the lowest free number, so the number tells how many are in use. From
+    Python 3.13 on maps need none.
+    """
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if sys.version_info >= (3, 13) or soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    return int(soft - max(8, soft // 8))
 
 
 class Deadline:
@@ -108,6 +120,10 @@ def _map(fd: int, size: int) -> Map:
     return made
 
 
+def _too_many() -> OSError:
+    return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
 class _Poller:
     """Lets one thread at a time look whether a directory has new names."""
 
@@ -152,6 +168,7 @@ class Files:
         self.threads = Threads(MAX_THREADS)
         self._wait = wait
         self._max_maps = max_maps or default_max_maps()
+        self._last_descriptor = last_descriptor()
         self._types: dict[int, str] = {}  # by device
         self._access: dict[str, Access] = {}  # last found, by root
         self._warned: set[tuple[str, str]] = set()
@@ -188,6 +205,8 @@ class Files:
         made: Map | None
         try:
             if directory.access == "map" and not self.verify:
+                if fd >= self._last_descriptor:
+                    raise _too_many()
                 made = _map(fd, size)
             else:
                 made = self._make_map(path, fd, size, directory, start, stop)
@@ -244,6 +263,8 @@ class Files:
             if known is not None and known.identity == identity and known.whole == size:
                 known.ready += tuple(ready)
                 return known
+        if fd >= self._last_descriptor:
+            raise _too_many()
         made = _map(fd, size)
         if ready is not None:
             made.identity, made.ready, made.nbytes = identity, tuple(ready), 0
@@ -256,7 +277,9 @@ class Files:
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             self._relieve()
             with contextlib.suppress(OSError, ValueError):
-                return _map(fd, size)
+                # Some must be left for the directories that were given up too.
+                if len(os.listdir("/proc/self/fd")) + 8 < self._last_descriptor:
+                    return _map(fd, size)
         # ValueError: the file shrank since fstat. Reading it says by how much.
         reason = _refusals.name_of(error.errno) if isinstance(error, OSError) else "shrank"
         self.fallbacks[reason] += 1
@@ -381,8 +404,11 @@ class Files:
 
     def fill(self, fd: int, path: str, offset: int, *out: memoryview) -> None:
         """Fill `out`, one buffer after the other, from an open descriptor."""
+        wanted = sum(map(len, out))
+        self.counts["reads"] += 1
+        self.counts["bytes_read"] += wanted
         try:
-            if os.preadv(fd, out, offset) == sum(map(len, out)):
+            if os.preadv(fd, out, offset) == wanted:
                 return
             # Linux reads at most 2 GiB at a time; a signal or a shrinking file ends one early.
             for part in out:
@@ -463,7 +489,6 @@ class Files:
         scratch = memoryview(bytearray(min(_BLOCK, stop - start)))
         for at in range(start, stop, _BLOCK):
             self.fill(fd, path, at, scratch[: min(_BLOCK, stop - at)])
-            self.counts["reads"] += 1
         self.counts["bytes_read_through"] += stop - start
         try:
             size = os.fstat(fd).st_size
@@ -490,15 +515,16 @@ class Files:
                 need = start + (table if nbytes is None else nbytes)
                 fd, size, directory = self.open(path, start, need)
                 try:
+                    if self._type(directory) in MEMORY_TYPES:
+                        continue
                     if nbytes is None:
                         last = os.pread(fd, 4, start + table - 4)
                         nbytes = min(int.from_bytes(last, "little"), size) - start
-                    if self._type(directory) in LOCAL_TYPES:
-                        os.posix_fadvise(fd, start, max(nbytes, 1), os.POSIX_FADV_WILLNEED)
-                        continue
-                    # A network client reads ahead only what is read.
+                    # Read, not advised: a disk's kernel takes little of a large advice, a network
+                    # client none.
                     for at in range(start, start + nbytes, _BLOCK):
                         os.preadv(fd, [scratch[: min(_BLOCK, start + nbytes - at)]], at)
+                    self.counts["bytes_prefetched"] += nbytes
                 finally:
                     os.close(fd)
 
@@ -540,8 +566,8 @@ class Files:
         directory = roots.kept.get(place) or roots.directory(place, path)
         try:
             fd = os.open(name, _FILE, dir_fd=directory.fd)
-        except OSError:
-            refuse_link(path, name, directory.fd)
+        except OSError as error:
+            refuse_link(path, name, directory.fd, error)
             raise
         try:
             status = os.fstat(fd)
@@ -588,7 +614,7 @@ class Files:
             try:
                 fd, status, directory = self.try_open(path)
             except OSError as error:
-                failed = error
+                failed = error.with_traceback(None)  # which would hold this frame, and it that
                 continue
             self.counts["opens"] += 1
             if status.st_size >= stop:

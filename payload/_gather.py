@@ -6,7 +6,7 @@ A file that shrinks while it is read is then a typed error instead of a signal.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -20,7 +20,7 @@ from .segment import Segment
 
 Array = np.ndarray[Any, Any]
 Read = tuple[str, int, int, int]  # bytes [offset, offset + nbytes) of a file belong at byte `at`
-Convert = tuple[Segment, int, Array]  # rows of a segment from `skip` on belong in this array
+Convert = tuple[Segment, int, Array]  # rows of a segment, from this byte on, belong in this array
 
 SCRATCH = 1 << 20  # bytes a thread holds for converting, besides the result
 _READ_MAX = 0x7FFF_F000  # bytes one preadv reads
@@ -76,20 +76,25 @@ def run(
             partial(_read, files, out, sizes, deadline, some) for some in _shares(grouped, threads)
         ]
     if converts:
-        rows = list(converts.values())
+        rows = list(converts.items())
         shares += [partial(_convert_all, files, deadline, some) for some in _shares(rows, threads)]
-    left = iter(shares)
+    spread(files, shares, threads)
+
+
+def spread(files: Files, tasks: Sequence[Callable[[], None]], threads: int) -> None:
+    """Carry out tasks on as many threads; whoever is free takes the next, the first error ends all."""
+    left = list(tasks)
+    following = iter(left)
 
     def work() -> None:
         try:
-            for share in left:
-                share()
+            for task in following:
+                task()
         except BaseException:
-            shares.clear()  # nobody needs the rest
+            left.clear()  # nobody needs the rest
             raise
 
     files.threads.run(work, threads)
-    files.counts["bytes_read"] += total
 
 
 def _shares(items: list[Any], threads: int) -> list[list[Any]]:
@@ -129,6 +134,7 @@ def _read_singly(files: Files, out: memoryview, deadline: Deadline, reads: list[
             files.read(path, offset, part, deadline=deadline)
     files.counts["reads"] += len(reads)
     files.counts["opens"] += len(reads)
+    files.counts["bytes_read"] += sum(map(itemgetter(2), reads))
 
 
 def _read(
@@ -145,7 +151,6 @@ def _read(
             for first, parts in _neighbours(wanted):
                 buffers = [out[at : at + n] for _, _, n, at in parts]
                 files.read_open(fd, path, first, *buffers, deadline=deadline)
-                files.counts["reads"] += 1
         finally:
             os.close(fd)
         if sizes is not None:
@@ -167,59 +172,73 @@ def _neighbours(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:
     yield first, parts
 
 
-def _convert_all(files: Files, deadline: Deadline, wanted_of: list[list[Convert]]) -> None:
-    scratch = np.empty(SCRATCH, np.uint8)
-    for wanted in wanted_of:
-        for segment, skip, into in wanted:
-            _convert(files, deadline, segment, skip, into, scratch)
-
-
-def _convert(
-    files: Files, deadline: Deadline, segment: Segment, skip: int, out: Array, scratch: Array
+def _convert_all(
+    files: Files, deadline: Deadline, wanted_of: list[tuple[str, list[Convert]]]
 ) -> None:
-    """Fill rows of `out` from row `skip` of `segment` on, changing dtype or widening rows.
+    """Fill rows that change dtype or are narrower than the result's, through one scratch buffer.
 
-    Narrower rows go into the leading entries of each dimension; the rest of `out` is left alone.
+    Narrower rows go into the leading entries of each dimension; the rest is left alone.
     """
-    inner = out[(slice(None), *(slice(size) for size in segment.shape))]
-    for first, block in blocks(files, segment, skip, len(out), deadline, scratch):
-        fit(segment, skip + first, block, out.dtype)
-        inner[first : first + len(block)] = block
+    scratch = np.empty(SCRATCH, np.uint8)
+    for path, wanted in wanted_of:
+        start = min(offset for _, offset, _ in wanted)
+        stop = max(offset + len(rows) * segment.row_nbytes for segment, offset, rows in wanted)
+        fd, _, _ = files.open_read(path, start, stop, deadline)
+        try:
+            for segment, offset, rows in wanted:
+                leading: tuple[Any, ...] = tuple(slice(size) for size in segment.shape)
+                inner = rows[(slice(None), *leading)]
+                for first, block in _blocks(
+                    files, fd, segment, offset, len(rows), deadline, scratch
+                ):
+                    fit(segment, first, block, rows.dtype)
+                    inner[first : first + len(block)] = block
+        finally:
+            os.close(fd)
 
 
 def blocks(
-    files: Files,
-    segment: Segment,
-    skip: int,
-    rows: int,
-    deadline: Deadline,
-    scratch: Array | None = None,
+    files: Files, segment: Segment, offset: int, rows: int, deadline: Deadline, scratch: int
 ) -> Iterator[tuple[int, Array]]:
-    """Yield (first row, rows) from row `skip` on, at most `SCRATCH` bytes or one row at a time.
+    """Yield (first row, rows) of `segment` from byte `offset` on, `scratch` bytes or one row at a time.
 
     The yielded array is overwritten by the next one.
     """
-    row_nbytes = segment.row_nbytes
-    if not row_nbytes or not rows:
+    nbytes = rows * segment.row_nbytes
+    if not nbytes:
         return
-    step = min(rows, max(1, SCRATCH // row_nbytes))
-    offset = segment.offset + skip * row_nbytes
     # Opened first: a row as large as that must be in the file before it gets memory.
-    fd, _, _ = files.open_read(segment.file, offset, offset + rows * row_nbytes, deadline)
+    fd, _, _ = files.open_read(segment.file, offset, offset + nbytes, deadline)
     try:
-        if scratch is None or scratch.nbytes < step * row_nbytes:
-            what = f"field {segment.field!r}"
-            scratch = allocate((step * row_nbytes,), np.dtype(np.uint8), files.max_bytes, what)
-        flat = scratch[: step * row_nbytes].view(NUMPY[segment.dtype])
-        buffer = flat.reshape(step, *segment.shape)
-        for first in range(0, rows, step):
-            block = buffer[: min(step, rows - first)]
-            at = offset + first * row_nbytes
-            files.read_open(fd, segment.file, at, bytes_of(block), deadline=deadline)
-            files.counts["reads"] += 1
-            yield first, block
+        buffer = np.empty(min(scratch, nbytes), np.uint8)
+        yield from _blocks(files, fd, segment, offset, rows, deadline, buffer)
     finally:
         os.close(fd)
+
+
+def _blocks(
+    files: Files,
+    fd: int,
+    segment: Segment,
+    offset: int,
+    rows: int,
+    deadline: Deadline,
+    scratch: Array,
+) -> Iterator[tuple[int, Array]]:
+    row_nbytes = segment.row_nbytes
+    if not row_nbytes:
+        return
+    step = min(rows, max(1, scratch.nbytes // row_nbytes))
+    if scratch.nbytes < step * row_nbytes:
+        what = f"field {segment.field!r}"
+        scratch = allocate((step * row_nbytes,), np.dtype(np.uint8), files.max_bytes, what)
+    flat = scratch[: step * row_nbytes].view(NUMPY[segment.dtype])
+    buffer = flat.reshape(step, *segment.shape)
+    for first in range(0, rows, step):
+        block = buffer[: min(step, rows - first)]
+        at = offset + first * row_nbytes
+        files.read_open(fd, segment.file, at, bytes_of(block), deadline=deadline)
+        yield first, block
 
 
 def fit(segment: Segment, row: int, block: Array, target: np.dtype[Any]) -> None:

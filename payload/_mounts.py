@@ -10,6 +10,7 @@ Access = Literal["map", "through", "copy"]
 LOCAL_TYPES: Final = frozenset(
     {"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay", "f2fs", "bcachefs"}
 )
+MEMORY_TYPES: Final = frozenset({"tmpfs", "ramfs"})  # nothing to bring in
 # A file that is open here survives unlink and rename. What was read is in the page cache; an error
 # of the server shows while reading, where it is an errno and not a signal.
 THROUGH_TYPES: Final = frozenset({"nfs4", "lustre", "ceph", "gpfs", "beegfs", "wekafs"})

@@ -7,7 +7,9 @@ that was checked is the one that is read.
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import stat
 import threading
 import weakref
@@ -19,7 +21,7 @@ from ._mounts import Access
 from .errors import PathError
 
 PATH_MAX = 4096  # Linux; a longer name fails in the kernel anyway, without saying which
-MAX_DIRECTORIES = 64  # kept open at a time; a step touches the few versions that are still fresh
+MAX_DIRECTORIES = 256  # kept open at a time: the versions that are still fresh are far fewer
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _BENEATH = _DIRECTORY | os.O_NOFOLLOW
@@ -105,6 +107,9 @@ class Roots:
                 raise ValueError(f"root {options['directory']!r} has two sets of options")
         self.located: dict[str, Place] = {}  # by directory as named
         self.kept: OrderedDict[Place, Directory] = OrderedDict()
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        # And never more than an eighth of the descriptors there are.
+        self._most = MAX_DIRECTORIES if soft < 0 else max(4, min(MAX_DIRECTORIES, soft // 8))
         self._lock = threading.Lock()
         _all_roots.add(self)
 
@@ -177,14 +182,14 @@ class Roots:
             made = make is not None and _make_directory(name, parent.fd)
             try:
                 found = Directory(os.open(name, _BENEATH, dir_fd=parent.fd), place[0])
-            except OSError:
-                refuse_link(path, name, parent.fd)
+            except OSError as error:
+                refuse_link(path, name, parent.fd, error)
                 raise
             if made and make is not None:
                 os.fchmod(found.fd, make)  # past the umask: trainers run as other users
         with self._lock:
             self.kept[place] = found
-            while len(self.kept) > MAX_DIRECTORIES:
+            while len(self.kept) > self._most:
                 self.kept.popitem(last=False)
         return found
 
@@ -260,8 +265,10 @@ def _make_directory(name: str, parent_fd: int) -> bool:
     return True
 
 
-def refuse_link(path: str, name: str, parent_fd: int) -> None:
+def refuse_link(path: str, name: str, parent_fd: int, error: OSError) -> None:
     """Turn the kernel's refusal into a `PathError` where the cause is what `name` is."""
+    if error.errno in (errno.ENOENT, errno.ESTALE, errno.EMFILE, errno.ENFILE):
+        return  # nothing there to look at: no request to a server for it
     try:
         mode = os.lstat(name, dir_fd=parent_fd).st_mode
     except OSError:

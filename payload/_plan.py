@@ -8,6 +8,8 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import msgspec
+
 from .errors import CoverageError, SegmentError
 from .fields import Field
 from .segment import Segment
@@ -131,6 +133,47 @@ def _overlapping(segments: Sequence[Segment], lo: int, hi: int) -> list[Piece]:
             found[-1] = which, found[-1][1], stop
         else:
             found.append((which, start, stop))
+    return found
+
+
+def cut(segment: Segment, start: int, stop: int) -> Segment:
+    """Return the rows of `segment` at the token positions [start, stop) as a segment."""
+    if (start, stop) == (segment.pos, segment.end):
+        return segment
+    offset = segment.offset + (start - segment.pos) * segment.row_nbytes
+    return msgspec.structs.replace(
+        segment, offset=offset, pos=start, rows=stop - start, length=None
+    )
+
+
+def joined(segments: Sequence[Segment]) -> list[Segment]:
+    """Return the same rows with neighbours joined: segments that follow on in file and position.
+
+    Holds for tables too: what follows on in a table is a later part of the same one.
+    """
+    found: list[Segment] = []
+    last: Segment | None = None
+    rows = 0
+    for segment in segments:
+        if (
+            last is not None
+            and segment.rows
+            and segment.pos == last.pos + rows
+            and segment.file == last.file
+            and segment.offset == last.offset + rows * last.row_nbytes
+            and (segment.dtype, segment.shape) == (last.dtype, last.shape)
+            and segment.length is None
+        ):
+            rows += segment.rows
+            continue
+        if last is not None:
+            found.append(last if rows == last.rows else msgspec.structs.replace(last, rows=rows))
+        last, rows = segment, segment.rows
+        if segment.length is not None or not segment.rows:
+            found.append(segment)  # a length holds for these rows alone
+            last = None
+    if last is not None:
+        found.append(last if rows == last.rows else msgspec.structs.replace(last, rows=rows))
     return found
 
 

@@ -40,7 +40,10 @@ class Threads:
             left = [future for future in futures if not future.cancel()]
             errors = [error for future in left if (error := future.exception())]
         if errors:
-            raise errors[0]
+            try:
+                raise errors[0]
+            finally:
+                del errors, left, futures  # they hold the error, and it this frame
 
     def later(self, work: Callable[[], None]) -> Future[None]:
         """Run `work` after what was given before, on the prefetching thread."""

@@ -33,8 +33,6 @@ class PayloadError(Exception):
         Byte offset in the file.
     expected, actual : object
         What was needed and what was found; bytes unless the message says otherwise.
-    errors : tuple of PayloadError
-        Of a call over many segments: one for each that cannot be read, this one first.
 
     Examples
     --------
@@ -52,7 +50,14 @@ class PayloadError(Exception):
     offset: int | None = None
     expected: Any = None
     actual: Any = None
-    errors: tuple[PayloadError, ...] = ()
+    _others: tuple[PayloadError, ...] = ()
+
+    @property
+    def errors(self) -> tuple[PayloadError, ...]:
+        """One error for each segment that cannot be read, in their order; empty if it is one."""
+        if not self._others:
+            return ()
+        return tuple(sorted((self, *self._others), key=lambda error: error.index or 0))
 
     def __init__(self, message: str, **attributes: Any) -> None:
         super().__init__(message)
@@ -62,34 +67,28 @@ class PayloadError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException.__reduce__ would replay args only and lose the attributes of OSError children.
         attributes = dict(self.__dict__)
-        # The first of `errors` is this one: it would pickle itself for ever.
-        attributes.pop("errors", None)
-        if self.errors:
-            attributes["others"] = self.errors[1:]
         if isinstance(self, OSError):
             attributes["errno"] = self.errno
         return _restore, (type(self), self.args[0], attributes)
 
 
-def first_of(errors: Sequence[PayloadError], segments: int) -> PayloadError:
-    """Return the first of `errors`, telling of the others too."""
-    first = errors[0]
-    if len(errors) > 1:
-        places = ", ".join(str(error.index) for error in errors[:10])
-        more = ", ..." if len(errors) > 10 else ""
-        first.args = (
-            f"{first} - {len(errors)} of {segments} segments cannot be read: {places}{more}",
+def telling_of_all(
+    error: PayloadError, others: Sequence[PayloadError], segments: int
+) -> PayloadError:
+    """Return `error`, which ended a call over `segments` segments, telling of `others` too."""
+    if others:
+        error._others = tuple(other.with_traceback(None) for other in others)
+        every = error.errors
+        places = ", ".join(str(one.index) for one in every[:10])
+        more = ", ..." if len(every) > 10 else ""
+        error.args = (
+            f"{error} - {len(every)} of {segments} segments cannot be read: {places}{more}",
         )
-        first.errors = tuple(errors)
-    return first
+    return error
 
 
 def _restore(cls: type[PayloadError], message: str, attributes: dict[str, Any]) -> PayloadError:
-    others = attributes.pop("others", None)
-    error = cls(message, **attributes)
-    if others:
-        error.errors = (error, *others)
-    return error
+    return cls(message, **attributes)
 
 
 class SegmentError(PayloadError, ValueError):

@@ -69,6 +69,13 @@ class Ragged:
         self.offsets = table
 
     @classmethod
+    def _of(cls, values: Array, offsets: Array) -> Ragged:
+        """Make one of arrays that were checked where they were made."""
+        made = cls.__new__(cls)
+        made.values, made.offsets = values, offsets
+        return made
+
+    @classmethod
     def from_lists(cls, rows: Iterable[Sequence[Any] | Array], dtype: Any = np.int32) -> Ragged:
         """Make one from a list of rows, checking that every value fits `dtype`.
 

@@ -11,12 +11,11 @@ from typing import Any, Literal, NamedTuple, Self, SupportsIndex
 import msgspec
 import numpy as np
 
-from . import _gather, _plan
+from . import _csr, _gather, _plan
 from ._cast import NUMPY, allocate, common_dtype, exact_fill, known_dtype
-from ._csr import Rows, cut, longest
 from ._files import Deadline, Files, Mode
 from ._gather import Array, bytes_of
-from .errors import PayloadError, ResolverClosedError, SegmentError, first_of
+from .errors import PathError, PayloadError, ResolverClosedError, SegmentError, telling_of_all
 from .fields import FIELDS, Field
 from .ragged import Ragged
 from .segment import Segment, decode_segments, is_legal, uncovered, window
@@ -34,10 +33,12 @@ class Stats(msgspec.Struct, frozen=True):
     maps, map_hits, live_maps : int
         Files mapped; times a map was found kept; maps now alive, views of evicted ones included.
     bytes_mapped, bytes_read_through, bytes_read, bytes_copied : int
-        Size of what was mapped; bytes read before they were viewed through a map; bytes read into
-        arrays; bytes of rows copied into arrays.
+        Size of what was mapped; bytes read before they were viewed through a map; all bytes read,
+        those, tables and checksums included; bytes of rows copied into arrays.
     reads : int
         Read calls.
+    bytes_prefetched : int
+        Bytes that `prefetch` has brought in.
     waits : int
         Times a directory was looked into again for files not there yet or too short.
     fallbacks : dict of str to int
@@ -55,6 +56,7 @@ class Stats(msgspec.Struct, frozen=True):
     bytes_read: int
     bytes_copied: int
     reads: int
+    bytes_prefetched: int
     waits: int
     fallbacks: dict[str, int]
     access: dict[str, str]
@@ -196,7 +198,10 @@ class Resolver:
         rows = segment.rows
         if (
             type(offset) is type(pos) is type(rows) is int
-            and segment.length is None
+            and (
+                segment.length is None
+                or (type(segment.length) is int and segment.length == rows * row_nbytes)
+            )
             and not (offset | pos | rows | pos + rows) >> 63
             and rows > 0
             and offset + rows * row_nbytes <= found.nbytes
@@ -221,6 +226,23 @@ class Resolver:
         nbytes = segment.rows * known.nbytes
         if not nbytes:
             return _read_only(np.empty(shape, known.dtype))
+        try:
+            return self._view_file(segment, known, shape, nbytes, deadline)
+        except PayloadError as error:
+            error.field = segment.field
+            error.path = segment.file
+            error.offset = offset if error.offset is None else error.offset
+            raise
+
+    def _view_file(
+        self,
+        segment: Segment,
+        known: _Rows,
+        shape: tuple[int, ...],
+        nbytes: int,
+        deadline: Deadline | None,
+    ) -> Array:
+        offset = segment.offset
         if not offset % known.itemsize:
             found = self._files.map(segment.file, offset, nbytes, deadline)
             if found is not None:
@@ -267,8 +289,16 @@ class Resolver:
             As for `view`; segments are all checked before any file is opened.
         """
         self._check_open()
-        segments = decode_segments(payload)
-        layouts = [_plan.layout_of(s, _plan.field_of(s.field, self._fields)) for s in segments]
+        segments = self._decode(payload)
+        layouts = []
+        for index, segment in enumerate(segments):
+            try:
+                layouts.append(
+                    _plan.layout_of(segment, _plan.field_of(segment.field, self._fields))
+                )
+            except SegmentError as error:
+                error.index = index
+                raise
         resolved: dict[str, list[Any]] = {}
         errors: list[PayloadError] = []
         mapped = set(self._files.maps)
@@ -285,7 +315,10 @@ class Resolver:
             resolved.clear()  # nothing this call mapped stays, not even through the traceback
             one = None
             self._files.drop([s.file for s in segments if s.file not in mapped])
-            raise first_of(errors, len(segments)) from None
+            try:
+                raise telling_of_all(errors[0], errors[1:], len(segments)) from None
+            finally:
+                del errors  # it holds the error, and that this frame
         return resolved
 
     def _one(
@@ -391,6 +424,8 @@ class Resolver:
             return None
         known = _plan.field_of(field, self._fields)
         layouts = _plan.layouts_of(wanted, known)
+        if known.ragged or (dtype is not None and len(wanted) > 1):
+            wanted = _plan.joined(wanted)  # fewer to convert; native reads are joined where read
         found = _plan.pieces(wanted, lo, hi)
         holes_left = self._uncovered(wanted, found, known, lo, hi, holes, extent)
         if known.ragged:
@@ -403,7 +438,7 @@ class Resolver:
         if out is None and len(found) == 1 and found[0][1:] == (lo, hi):
             segment = wanted[found[0][0]]
             if segment.shape == shape and NUMPY[segment.dtype] == target:
-                return self._view(cut(segment, lo, hi), deadline)
+                return self._view(_plan.cut(segment, lo, hi), deadline)
         result = self._result(field, (hi - lo, *shape), target, out)
         if result.size:
             self._gather(wanted, kinds, found, lo, result, deadline)
@@ -504,18 +539,21 @@ class Resolver:
                 field=field,
             )
         layouts = _plan.layouts_of(wanted, known)
+        wanted = _plan.joined(wanted)
         found = _plan.pieces(wanted, lo, hi)
         self._uncovered(wanted, found, known, lo, hi, holes, extent)
         value = NUMPY[known.dtype or "int32"]
-        rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill, deadline)
-        whole = rows.whole()
+        parts = _csr.parts_of(self._files, wanted, layouts, found, deadline)
+        offsets = _csr.offsets_of(self._files, parts, lo, hi, known.fill, deadline)
+        whole = _csr.whole(parts, hi - lo)
         if whole is not None:
             segment, start, nbytes = whole
             mapped = self._files.map(segment.file, start, nbytes, deadline)
             if mapped is not None and not start % value.itemsize:
                 values = np.ndarray((nbytes // value.itemsize,), value, mapped, start)
-                return Ragged.from_counts(values, rows.counts)
-        return rows.gather()
+                return Ragged._of(values, offsets)
+        values = _csr.gather(self._files, parts, lo, offsets, value, known.fill, deadline)
+        return Ragged._of(values, offsets)
 
     def prefetch(self, segments: Any) -> None:
         """Start bringing the pages of `segments` in, and return at once.
@@ -529,7 +567,11 @@ class Resolver:
         """
         self._check_open()
         self._files.prefetch(
-            [(s.file, s.offset, s.nbytes, s.rows) for s in self._decode(segments) if s.rows]
+            [
+                (s.file, s.offset, s.nbytes, s.rows)
+                for s in self._decode(segments)
+                if s.nbytes != 0 and s.rows
+            ]
         )
 
     def stats(self) -> Stats:
@@ -545,6 +587,7 @@ class Resolver:
             bytes_read=counts["bytes_read"],
             bytes_copied=counts["bytes_copied"],
             reads=counts["reads"],
+            bytes_prefetched=counts["bytes_prefetched"],
             waits=counts["waits"],
             fallbacks=dict(self._files.fallbacks),
             access={root: str(access) for root, access in self._files.access().items()},
@@ -587,6 +630,14 @@ class Resolver:
         ):
             return segments  # frozen, so as legal as the last time
         decoded = decode_segments(segments)
+        locate = self._files.roots.locate
+        for index, segment in enumerate(decoded):
+            try:
+                locate(segment.file)
+            except PathError as error:
+                error.args = (f"{error} - at $.payload[{index}].file",)
+                error.index, error.field = index, segment.field
+                raise
         self._checked = tuple(decoded)
         return decoded
 
@@ -666,8 +717,9 @@ class Resolver:
                 reads.append((segment.file, offset, nbytes, (start - lo) * row_nbytes))
                 copied += nbytes
             else:
+                offset = segment.offset + skip * segment.row_nbytes
                 into = result[start - lo : stop - lo]
-                converts.setdefault(segment.file, []).append((segment, skip, into))
+                converts.setdefault(segment.file, []).append((segment, offset, into))
                 copied += rows * segment.row_nbytes
         _gather.run(self._files, reads, bytes_of(result), copied, converts, deadline=deadline)
         self._files.counts["bytes_copied"] += copied
@@ -689,11 +741,10 @@ class Resolver:
         value = NUMPY[known.dtype or "int32"]
         target = value if dtype is None or dtype == "field" else known_dtype(dtype)
         filling = self._fill(field, known, "field" if fill is None else fill, target, needed=True)
-        width = longest(self._files, wanted, layouts, deadline)
+        parts, width = _csr.parts_and_width(self._files, wanted, layouts, found, deadline)
         result = self._result(field, (hi - lo, width), target, out)
-        rows = Rows(self._files, wanted, layouts, found, lo, hi, value, known.fill, deadline)
         result[...] = filling
-        rows.scatter(result)
+        _csr.scatter(self._files, parts, lo, result, value, known.fill, deadline)
         return result
 
 
@@ -754,29 +805,39 @@ class _naming:
         if error.path is None:
             return
         mine = [(i, s) for i, s in enumerate(self.segments) if s.field == self.field and s.rows]
-        error.index = next((i for i, s in mine if s.file == error.path), None)
+        places = [(i, s) for i, s in mine if s.file == error.path]
+        if error.offset is not None:
+            places = [(i, s) for i, s in places if s.offset == error.offset] or places
+        elif error.reason == "truncated":
+            places = [(i, s) for i, s in places if _stop(s) > error.actual] or places
+        if places:
+            error.index, error.offset = places[0][0], places[0][1].offset
         if error.reason not in _FILE_REASONS:
             return
         # The call ends at the first file it meets; its caller wants to know of all.
-        errors, seen = [error], {error.path}
+        others, seen = [], {error.path}
         for index, segment in mine:
             if segment.file not in seen and len(seen) < _LISTED:
                 seen.add(segment.file)
                 other = self._error_of(segment)
                 if other is not None:
                     other.index, other.field = index, self.field
-                    errors.append(other)
-        first_of(errors, len(mine))
+                    others.append(other)
+        telling_of_all(error, others, len(mine))
 
     def _error_of(self, segment: Segment) -> PayloadError | None:
-        stop = segment.offset + (segment.nbytes or 4 * (segment.rows + 1))
         over = Deadline()
         over.left(0)  # the call has waited already
         try:
-            os.close(self.files.open(segment.file, segment.offset, stop, over)[0])
+            os.close(self.files.open(segment.file, segment.offset, _stop(segment), over)[0])
         except PayloadError as error:
             return error
         return None
+
+
+def _stop(segment: Segment) -> int:
+    """First byte after the rows, or after the table of a ragged segment without length."""
+    return segment.offset + (segment.nbytes or 4 * (segment.rows + 1))
 
 
 _FILE_REASONS = {

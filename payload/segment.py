@@ -129,7 +129,7 @@ def _first_doubtful(segments: Sequence[Any], first: int) -> int:
                 not (type(offset) is type(pos) is type(rows) is int)
                 or (offset | pos | rows | pos + rows | offset + rows * row_nbytes + 4) >> 63
                 or not row_nbytes
-                or s.length is not None
+                or (s.length is not None and not _is_length(s, rows * row_nbytes))
                 or type(s.field) is not str
                 or directory not in _DIRECTORIES
                 or name[:1] in _NO_NAME
@@ -145,6 +145,12 @@ def _first_doubtful(segments: Sequence[Any], first: int) -> int:
                 if type(size) is not int:
                     return index
     return len(segments)
+
+
+def _is_length(segment: Segment, nbytes: int) -> bool:
+    """Whether a length is that of fixed rows; a ragged one takes a closer look."""
+    length = segment.length
+    return type(length) is int and length == nbytes and segment.shape != ()
 
 
 _NO_NAME: Final = frozenset({"", "."})

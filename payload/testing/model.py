@@ -47,10 +47,8 @@ def rows(
     found: list[Array | None] = [None] * (hi - lo)
     for segment in segments:
         if segment.field == name:
-            for index in range(segment.rows):
-                position = segment.pos + index
-                if lo <= position < hi:
-                    found[position - lo] = row(files, segment, index, field)
+            for position in range(max(lo, segment.pos), min(hi, segment.end)):
+                found[position - lo] = row(files, segment, position - segment.pos, field)
     return found
 
 

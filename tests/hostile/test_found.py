@@ -1,11 +1,8 @@
 """Faults that were found by attacking the library, each kept as its smallest case."""
 
 import gc
-import json
 import os
 import pickle
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -27,6 +24,7 @@ from payload import (
     Writer,
     clip,
     decode_segments,
+    encode_segments,
 )
 
 BYTES = np.arange(200, dtype=np.uint8)
@@ -472,26 +470,18 @@ def test_clip_far_out_stays_legal() -> None:
     assert decode_segments([kept]) == [kept]
 
 
-@pytest.mark.process
-def test_prefetch_of_a_mask_reads_its_table_and_its_values(tmp_path: Path) -> None:
-    code = """
-import os, sys, json
-from payload import Resolver, decode_segments, _files
-calls = []
-real = os.posix_fadvise
-os.posix_fadvise = lambda fd, at, n, advice: (calls.append((at, n)), real(fd, at, n, advice))
-segments = decode_segments(sys.argv[2].encode())
-with Resolver(sys.argv[1]) as resolver:
-    resolver.prefetch(segments)
-    resolver._files.threads._prefetcher.shutdown(wait=True)
-print(json.dumps(calls))
-"""
+def test_prefetch_brings_in_a_mask_with_its_values_and_all_of_a_large_segment(
+    tmp_path: Path,
+) -> None:
     mask = Ragged.from_lists([[7], [8, 9]])
-    segments = Writer(tmp_path).write({"sampling_mask": (0, mask), "f": (0, BYTES)})
-    from payload import encode_segments
-
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path), json.dumps(encode_segments(segments))],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert json.loads(done.stdout) == [[segments[0].offset, 24], [segments[1].offset, 200]]
+    large = np.zeros(20 << 20, np.uint8)
+    segments = Writer(tmp_path).write({"sampling_mask": (0, mask), "f": (0, large)})
+    segments.append(Segment("f", segments[0].file, 0, 0, 4, "uint8", (0,)))
+    # Declared to be on a network, where it is read whatever the directory is on.
+    roots = {str(tmp_path): {"directory": tmp_path, "type": "nfs4"}}
+    with Resolver(roots) as resolver:
+        resolver.prefetch(encode_segments(segments))
+        resolver._files.threads.later(lambda: None).result(20)
+        stats = resolver.stats()
+    assert stats.bytes_prefetched == 24 + (20 << 20)
+    assert stats.opens == 2

@@ -41,6 +41,17 @@ def test_every_error_is_also_the_builtin_it_is_and_pickles_whole(cls: type) -> N
         assert (twin.expected, twin.actual, twin.__notes__) == (24, 23, ["seen by rank 3"])
 
 
+def test_an_error_that_tells_of_others_pickles_with_them() -> None:
+    first, second, third = (errors.PayloadMissingError(f"file {i}", index=i) for i in (4, 1, 7))
+    told = errors.telling_of_all(first, [second, third], 9)
+    assert str(told) == "file 4 - 3 of 9 segments cannot be read: 1, 4, 7"
+    twin = pickle.loads(pickle.dumps(told))
+    assert [one.index for one in twin.errors] == [1, 4, 7]
+    assert twin.errors[1] is twin
+    assert str(twin) == str(told)
+    assert errors.telling_of_all(third, [], 9).errors == ()
+
+
 def test_an_errno_survives_pickling() -> None:
     error = payload.PayloadWriteError("file was not written", errno=28)
     assert pickle.loads(pickle.dumps(error)).errno == 28
