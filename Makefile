@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test test-all test-floors check format lint types packaging bench clean
+.PHONY: demo test hostile test-all test-floors check format lint types packaging bench clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -20,6 +20,11 @@ test-all:
 	  if ! $${python:-false} -c "" 2>/dev/null; then echo "== python$$version is not here"; continue; fi; \
 	  echo "== python$$version"; $(MAKE) test PYTHON=$$python VENV=.venv-$$version || exit 1; \
 	done
+
+# Attacks in earnest: a million malformed descriptors, a minute of fuzzing, races and soaks.
+hostile: $(READY)
+	$(BIN)/python -m pip install -q "atheris>=2.3"
+	$(BIN)/python -m pytest -s -m slow tests/hostile
 
 # The oldest dependencies pyproject.toml allows.
 test-floors:

@@ -60,6 +60,28 @@ def test_a_damaged_header_does_not_switch_checksums_off(
             assert caught.value.reason == "header"
 
 
+@pytest.mark.parametrize("mode", ["map", "copy"])
+@pytest.mark.parametrize("bad", ["/etc/passwd", "{root}x/a", "{root}/v0/.a"])
+def test_a_bad_path_among_good_ones_is_refused_before_any_is_opened(
+    bad: str, mode: str, written: Segment, tmp_path: Path
+) -> None:
+    bad = bad.format(root=tmp_path)
+    for rows in (0, 5):
+        segments = [written, Segment("f", bad, 0, 200, rows, "uint8", ())]
+        with Resolver(tmp_path, mode=mode) as resolver:
+            for call in (
+                lambda r, s: r.resolve(s),
+                lambda r, s: r.window(s, "f", 0, 205),
+                lambda r, s: r.window(s, "f", 0, 10),
+                lambda r, s: r.prefetch(s),
+            ):
+                with pytest.raises(PathError) as caught:
+                    call(resolver, segments)
+                assert str(caught.value).endswith("- at $.payload[1].file")
+                assert (caught.value.index, caught.value.path) == (1, bad)
+            assert resolver.stats().opens == 0
+
+
 def test_bytes_no_side_array_has_are_not_read_with_checksums(
     written: Segment, tmp_path: Path
 ) -> None:

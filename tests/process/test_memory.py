@@ -29,13 +29,17 @@ PEAK = """
             refs.write("5")
 
     with Resolver(root, mode="copy") as resolver:
-        field = "sampling_mask" if kind in ("padded", "ragged") else "routed_experts"
+        field = {"native": "routed_experts", "wide": "routed_experts", "half": "half", "exact": "exact"}
+        field = field.get(kind, "sampling_mask")
         end = max(s.end for s in segments if s.field == field)
         run = {
             "native": lambda hi: resolver.window(segments, field, 0, hi),
             "wide": lambda hi: resolver.window(segments, field, 0, hi, dtype="int32"),
             "padded": lambda hi: resolver.window(segments, field, 0, hi),
             "ragged": lambda hi: resolver.ragged(segments, field, 0, hi),
+            "skewed": lambda hi: resolver.window(segments, field, 0, hi),
+            "half": lambda hi: resolver.window(segments, field, 0, hi, dtype="int32"),
+            "exact": lambda hi: resolver.window(segments, field, 0, hi, dtype="float64"),
         }[kind]
         run(10)
         reset()
@@ -57,7 +61,7 @@ def run(code: str, *arguments: str, stdin: bytes = b"") -> bytes:
     return done.stdout
 
 
-@pytest.mark.parametrize("kind", ["native", "wide", "padded", "ragged"])
+@pytest.mark.parametrize("kind", ["native", "wide", "padded", "ragged", "skewed", "half", "exact"])
 def test_a_window_takes_its_result_and_a_scratch_buffer_a_thread(kind: str, tmp_path: Path) -> None:
     import json
     import os
@@ -73,11 +77,26 @@ def test_a_window_takes_its_result_and_a_scratch_buffer_a_thread(kind: str, tmp_
         segments += writer.write(
             {"routed_experts": (2000 * i, experts), "sampling_mask": (1000 * i, mask)}
         )
+    if kind == "skewed":  # one row of 20,000 ids makes 4,000 short ones wide
+        counts = np.ones(4000, int)
+        counts[7] = 20_000
+        mask = Ragged.from_counts(np.zeros(counts.sum(), np.int32), counts)
+        segments = writer.write({"sampling_mask": (0, mask)})
+    elif kind in ("half", "exact"):
+        dtype = np.float16 if kind == "half" else np.int64
+        value = 7 if kind == "half" else 2**53 + 2
+        rows = np.full((400_000, 16), value, dtype)
+        segments = writer.write({kind: (0, rows)})
     wire = msgspec.json.encode(encode_segments(segments, "array"))
     grown, nbytes = json.loads(run(PEAK, str(tmp_path), kind, stdin=wire))
     threads = min(8, len(os.sched_getaffinity(0)))
     # Besides what is promised: stacks and arenas of new threads, and row counts of a ragged field.
-    allowed = threads * 2**20 + threads * 2**19 + 2**21 + (16 * 40_000 if kind != "native" else 0)
+    allowed = (
+        threads * 2**20
+        + threads * 2**19
+        + 2**21
+        + (16 * 40_000 if kind in ("padded", "ragged") else 0)
+    )
     assert nbytes > 20 * 2**20
     assert grown < nbytes + allowed, f"{grown - nbytes} bytes besides the result"
 

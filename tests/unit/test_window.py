@@ -395,6 +395,47 @@ def test_errors_in_a_list_name_the_segment(root: Path) -> None:
             assert (error.index, error.field, error.path) == (1, NAME, f"{root}/gone")
 
 
+def test_of_two_segments_in_one_file_the_error_names_the_bad_one(root: Path) -> None:
+    (root / "a").write_bytes(bytes(30))
+    good = Segment(NAME, f"{root}/a", 0, 0, 3, "uint8", (4,))
+    short = Segment(NAME, f"{root}/a", 20, 3, 3, "uint8", (4,))
+    with Resolver(root) as resolver:
+        for call in (
+            lambda: resolver.window([good, short], NAME, 0, 6),
+            lambda: resolver.window([good, short], NAME, 0, 6, dtype="int16"),
+            lambda: resolver.resolve([good, short]),
+            lambda: resolver.view(short),
+        ):
+            with pytest.raises(PayloadTruncatedError) as caught:
+                call()
+            assert (caught.value.field, caught.value.offset) == (NAME, 20)
+            assert (caught.value.expected, caught.value.actual) == (32, 30)
+        assert caught.value.index is None
+
+
+def test_a_failed_window_is_freed_when_its_error_is(root: Path) -> None:
+    import gc
+    import weakref
+
+    segments = [put(root, f"{i}", np.zeros((3000, 48, 8), np.uint8), 3000 * i) for i in range(4)]
+    (root / "3").unlink()
+    out = np.zeros((12_000, 48, 8), np.uint8)
+    watch = weakref.ref(out)
+    gc.disable()
+    try:
+        with Resolver(root) as resolver:
+            met = False
+            try:
+                resolver.read_into(segments, NAME, 0, 12_000, out)
+            except FileNotFoundError:  # pytest.raises would keep the error, and that the frames
+                met = True
+            del out
+            assert met
+            assert watch() is None
+    finally:
+        gc.enable()
+
+
 def test_prefetch_returns_and_reports_nothing(root: Path) -> None:
     segments = [
         put(root, "a", np.zeros((3, 2), np.uint8)),
