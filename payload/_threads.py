@@ -7,8 +7,11 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
 from .errors import ResolverClosedError
+
+T = TypeVar("T")
 
 
 class Threads:
@@ -44,6 +47,14 @@ class Threads:
                 raise errors[0]
             finally:
                 del errors, left, futures  # they hold the error, and it this frame
+
+    def submit(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` on a helping thread."""
+        with self._lock:
+            self._check_open()
+            if self._helpers is None:
+                self._helpers = ThreadPoolExecutor(self._most - 1, "payload")
+            return self._helpers.submit(work)
 
     def later(self, work: Callable[[], None]) -> Future[None]:
         """Run `work` after what was given before, on the prefetching thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import operator
@@ -10,7 +11,10 @@ import secrets
 import socket
 import stat
 import uuid
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -20,6 +24,7 @@ import xxhash
 from ._cast import narrow
 from ._gather import Array, bytes_of
 from ._paths import Directory, Place, Roots, absolute, why_illegal
+from ._threads import Threads
 from .dtypes import DTYPES
 from .errors import PathError, PayloadWriteError
 from .fields import FIELDS
@@ -27,8 +32,10 @@ from .format import MAX_HEADER, SUFFIX, encode_header, why_illegal_field
 from .ragged import Ragged
 from .segment import Segment, check
 
+WRITERS = 2  # threads; more would only fight for the same disk
+QUEUED = 16  # calls of `awrite` that write or wait at a time
 MAX_TABLE_OFFSET = 2**32 - 1  # bytes; tables are uint32
-_WRITEV_BYTES = 1 << 30  # Linux takes at most 2 GiB a call; less keeps the loop simple
+HASHED_BESIDE = 1 << 20  # bytes from which on another thread makes the checksum during the write
 
 
 def expert_dtype(num_experts: int) -> np.dtype[Any]:
@@ -106,8 +113,8 @@ class Writer:
         Permission bits of the file, whatever the umask; directories get the search bits besides.
     max_bytes : int, optional
         Largest file to write.
-    min_free : int
-        Bytes that must stay free on the file system.
+    min_free : int or (int, int)
+        Bytes, or bytes and inodes, that must stay free on the file system.
 
     Notes
     -----
@@ -132,7 +139,7 @@ class Writer:
         durable: bool = False,
         mode: int = 0o644,
         max_bytes: int | None = None,
-        min_free: int = 0,
+        min_free: int | tuple[int, int] = 0,
     ) -> None:
         local = absolute(root)
         self._roots = Roots({local if prefix is None else prefix: local})
@@ -141,7 +148,16 @@ class Writer:
         self._durable = durable
         self._mode = mode
         self._max_bytes = max_bytes
-        self._min_free = min_free
+        self._min_free, self._min_inodes = (
+            min_free if isinstance(min_free, tuple) else (min_free, 0)
+        )
+        self._synced: set[Place] = set()
+        self._threads = Threads(WRITERS + 1)
+        self._hashers = Threads(WRITERS + 1)  # their own: a writing thread waits for one
+        # One for each event loop: a semaphore belongs to the loop it first waited in.
+        self._slots: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def write(
         self,
@@ -184,12 +200,59 @@ class Writer:
         if not placed:
             return []
         path, place, name = self._new_name(payload_dir)
-        chunks, places = _layout(placed, metadata or {})
-        segments = [item.segment(path, places[item.field]) for item in placed]
+        plan = _layout(placed, metadata or {})
+        segments = [item.segment(path, plan.places[item.field]) for item in placed]
         for segment in segments:
             check(segment)
-        self._publish(path, place, name, chunks)
+        self._publish(path, place, name, plan)
         return segments
+
+    async def awrite(
+        self,
+        arrays: Mapping[str, tuple[int, Array | Ragged]],
+        payload_dir: str | os.PathLike[str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+    ) -> list[Segment]:
+        """As `write`, on a thread: the event loop goes on meanwhile.
+
+        At most 2 files are written and 16 wait at a time; a further call waits for its turn, so a slow
+        disk slows its callers and fills no memory. A call that is cancelled takes its file back.
+
+        Returns
+        -------
+        list of Segment
+            See `write`.
+
+        Raises
+        ------
+        PathError, PayloadWriteError, ValueError, TypeError
+            As for `write`.
+        """
+        loop = asyncio.get_running_loop()
+        slots = self._slots.setdefault(loop, asyncio.Semaphore(QUEUED))
+        await slots.acquire()
+        try:
+            future = self._threads.submit(partial(self.write, arrays, payload_dir, metadata))
+        except BaseException:
+            slots.release()
+            raise
+        done = asyncio.wrap_future(future, loop=loop)
+        # The place in the queue is held until the thread is through, cancelled or not.
+        future.add_done_callback(lambda _: _tell(loop, slots.release))
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            done.cancel()
+            future.add_done_callback(self._take_back)
+            raise
+
+    def _take_back(self, future: Future[list[Segment]]) -> None:
+        """Remove the file of a call nobody waits for any more."""
+        if future.cancelled() or future.exception() or not future.result():
+            return
+        place, name = self._roots.locate(future.result()[0].file)
+        with contextlib.suppress(OSError, PathError):
+            os.unlink(name, dir_fd=self._roots.directory(place, name).fd)
 
     def _new_name(self, payload_dir: str | os.PathLike[str] | None) -> tuple[str, Place, str]:
         """Choose a name that was never used; return it as on the wire, its place, and the file."""
@@ -212,8 +275,8 @@ class Writer:
                 path=wanted,
             ) from None
 
-    def _publish(self, path: str, place: Place, name: str, chunks: list[memoryview]) -> None:
-        needed = sum(len(chunk) for chunk in chunks)
+    def _publish(self, path: str, place: Place, name: str, plan: _Plan) -> None:
+        needed = plan.nbytes
         if self._max_bytes is not None and needed > self._max_bytes:
             raise PayloadWriteError(
                 f"file {path!r} needs {needed} bytes, the writer's max_bytes is {self._max_bytes}: raise it, "
@@ -227,7 +290,7 @@ class Writer:
         try:
             directory = self._directory(place, path)
             self._refuse_full(path, needed, directory)
-            self._write_and_rename(directory.fd, name, chunks)
+            self._write_and_rename(directory, place, path, name, plan)
         except OSError as error:
             if isinstance(error, PayloadWriteError):
                 raise
@@ -257,30 +320,52 @@ class Writer:
     def _directory_mode(self) -> int:
         return self._mode | (self._mode & 0o444) >> 2 | stat.S_IRWXU
 
-    def _write_and_rename(self, directory: int, name: str, chunks: list[memoryview]) -> None:
+    def _sync_above(self, place: Place, path: str) -> None:
+        """Sync the directories up to the root, once: any of them may be new."""
+        root, beneath = place
+        while beneath and (root, beneath) not in self._synced:
+            self._synced.add((root, beneath))
+            beneath = beneath.rpartition("/")[0]
+            os.fsync(self._roots.directory((root, beneath), path).fd)
+
+    def _write_and_rename(
+        self, directory: Directory, place: Place, path: str, name: str, plan: _Plan
+    ) -> None:
         temporary = f".{name}.{socket.gethostname()[:64]}.{os.getpid()}.{secrets.token_hex(4)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        fd = os.open(temporary, flags, 0o600, dir_fd=directory)
+        fd = os.open(temporary, flags, 0o600, dir_fd=directory.fd)
         left = temporary
         try:
             try:
-                _write_all(fd, chunks)
+                _write(fd, plan, self._hashers)
                 os.fchmod(fd, self._mode)
                 if self._durable:
                     os.fsync(fd)
             finally:
                 os.close(fd)  # NFS reports a full quota here
-            os.rename(temporary, name, src_dir_fd=directory, dst_dir_fd=directory)
+            os.rename(temporary, name, src_dir_fd=directory.fd, dst_dir_fd=directory.fd)
             left = name
             if self._durable:
-                os.fsync(directory)
+                os.fsync(directory.fd)
+                self._sync_above(place, path)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(left, dir_fd=directory)
+                os.unlink(left, dir_fd=directory.fd)
             raise
 
     def _refuse_full(self, path: str, needed: int, directory: Directory) -> None:
         room = os.fstatvfs(directory.fd)
+        if room.f_files and room.f_favail < 1 + self._min_inodes:
+            raise PayloadWriteError(
+                f"file {path!r} needs an inode, {room.f_favail} are free beneath {self.root!r} while "
+                f"{self._min_inodes} must stay free: remove old versions",
+                reason="full",
+                retryable=True,
+                path=path,
+                expected=1 + self._min_inodes,
+                actual=room.f_favail,
+                errno=errno.ENOSPC,
+            )
         free = room.f_bavail * room.f_frsize
         if room.f_blocks and free < needed + self._min_free:
             keeping = f" while {self._min_free} must stay free" if self._min_free else ""
@@ -355,10 +440,18 @@ def _place(field: str, value: Any) -> _Placed:
     return _Placed(field, pos, np.asarray(data, data.dtype.newbyteorder("<"), order="C"))
 
 
-def _layout(
-    placed: list[_Placed], metadata: Mapping[str, str]
-) -> tuple[list[memoryview], dict[str, int]]:
-    """Return what to write, header first, and where in the file each side array begins."""
+class _Plan(msgspec.Struct, frozen=True):
+    """Where everything of a file goes; checksums are made while it is written."""
+
+    ordered: list[_Placed]
+    places: dict[str, int]
+    tensors: dict[str, tuple[str, tuple[int, ...], int]]
+    notes: dict[str, str]
+    nbytes: int
+
+
+def _layout(placed: list[_Placed], metadata: Mapping[str, str]) -> _Plan:
+    """Plan a file, header first, refusing what would not fit its format."""
     # Falling item size aligns every element without a gap, which safetensors forbids; tables come
     # early, where their 4 GiB limit is not met.
     ordered = sorted(placed, key=lambda item: (-item.data.itemsize, item.offsets is None))
@@ -371,14 +464,14 @@ def _layout(
             name = f"{name}.values"
         tensors[name] = (item.data.dtype.name, item.data.shape, item.data.nbytes)
         notes[f"{item.field}.pos"] = str(item.pos)
-        notes[f"{item.field}.xxh3_64"] = "0" * 16
+        notes[f"{item.field}.xxh3_64"] = "0" * 16  # as long as what will stand there
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata {key!r} is {type(value).__name__}: needs text")
         if key == "format" or key.endswith((".pos", ".xxh3_64")):
             raise ValueError(f"metadata {key!r} is a key the file format uses itself")
-    # Tables hold absolute offsets, so the header's size comes before their checksums.
-    at = len(encode_header(tensors, notes | dict(metadata)))
+    notes |= metadata
+    at = len(encode_header(tensors, notes))
     if at > MAX_HEADER:
         raise ValueError(f"metadata makes a header of {at} bytes: at most {MAX_HEADER} are allowed")
     places: dict[str, int] = {}
@@ -394,34 +487,43 @@ def _layout(
                 expected=MAX_TABLE_OFFSET,
                 actual=at,
             )
-    chunks: list[memoryview] = []
-    for item in ordered:
-        parts = item.chunks(places[item.field])
-        state = xxhash.xxh3_64()
+    return _Plan(ordered, places, tensors, notes, at)
+
+
+def _write(fd: int, plan: _Plan, hashers: Threads) -> None:
+    """Write a planned file: the side arrays, then, with their checksums, the header before them."""
+    digests: dict[str, Future[str]] = {}
+    notes = dict(plan.notes)
+    for item in plan.ordered:
+        at = plan.places[item.field]
+        parts = item.chunks(at)
+        if item.nbytes >= HASHED_BESIDE:
+            digests[item.field] = hashers.submit(partial(_digest, parts))
+        else:
+            notes[f"{item.field}.xxh3_64"] = _digest(parts)
         for part in parts:
-            state.update(part)
-        notes[f"{item.field}.xxh3_64"] = state.hexdigest()
-        chunks += parts
-    header = encode_header(tensors, notes | dict(metadata))
-    return [memoryview(header), *chunks], places
+            _write_all(fd, part, at)
+            at += len(part)
+    for field, digest in digests.items():
+        notes[f"{field}.xxh3_64"] = digest.result()
+    _write_all(fd, memoryview(encode_header(plan.tensors, notes)), 0)
 
 
-def _write_all(fd: int, chunks: list[memoryview]) -> None:
+def _digest(parts: list[memoryview]) -> str:
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def _write_all(fd: int, block: memoryview, at: int) -> None:
     """Write every byte; a full file system shortens a write before it fails one."""
-    left = [
-        chunk[at : at + _WRITEV_BYTES]
-        for chunk in chunks
-        for at in range(0, len(chunk), _WRITEV_BYTES)
-    ]
-    while left:
-        batch, size = [], 0
-        for chunk in left[:1024]:
-            if size + len(chunk) > _WRITEV_BYTES:
-                break
-            batch.append(chunk)
-            size += len(chunk)
-        done = os.writev(fd, batch)
-        while left and done >= len(left[0]):
-            done -= len(left.pop(0))
-        if done:
-            left[0] = left[0][done:]
+    done = os.pwrite(fd, block, at)
+    while done < len(block):
+        done += os.pwrite(fd, block[done:], at + done)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
+    """Call something in an event loop, from a thread, unless the loop has ended."""
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(what)

@@ -44,12 +44,15 @@ def rows(
     files: Files, segments: Sequence[Segment], name: str, lo: int, hi: int, field: Field
 ) -> list[Array | None]:
     """The row of each position of [lo, hi), None where no segment covers it; the last one wins."""
-    found: list[Array | None] = [None] * (hi - lo)
+    last: list[Segment | None] = [None] * (hi - lo)
     for segment in segments:
         if segment.field == name:
             for position in range(max(lo, segment.pos), min(hi, segment.end)):
-                found[position - lo] = row(files, segment, position - segment.pos, field)
-    return found
+                last[position - lo] = segment
+    return [
+        None if segment is None else row(files, segment, position - segment.pos, field)
+        for position, segment in enumerate(last, lo)
+    ]
 
 
 def window(

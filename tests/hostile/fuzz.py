@@ -103,6 +103,7 @@ def main() -> None:
         [
             sys.argv[0],
             f"-max_total_time={seconds}",
+            "-seed=1",  # what is found can be found again
             "-max_len=512",
             "-timeout=20",
             f"-artifact_prefix={ROOT}/",

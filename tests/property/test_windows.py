@@ -131,6 +131,13 @@ def test_our_own_files_give_back_what_was_written(data) -> None:
             }
             segments += writer.write(arrays, payload_dir="v1")
             at += length
+        # The model follows byte offsets, as upstream's reader does, and knows no header.
+        files = {segment.file: Path(segment.file).read_bytes() for segment in segments}
+        for field, fill in (("routed_experts", 0), ("sampling_mask", -1)):
+            want = model.window(files, segments, field, 0, total, fill=fill)
+            with Resolver(root) as resolver:
+                got = resolver.window(segments, field, 0, total, fill=fill)
+            np.testing.assert_array_equal(got, want, strict=True)
         with Resolver(root, mode=mode, verify="checksum") as resolver:
             got = resolver.window(segments, "routed_experts", 0, total)
             np.testing.assert_array_equal(got, experts, strict=True)

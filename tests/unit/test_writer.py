@@ -203,7 +203,7 @@ def test_limits_refuse_before_a_byte_is_written(tmp_path: Path) -> None:
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("call", ["writev", "fchmod", "close", "rename", "fsync"])
+@pytest.mark.parametrize("call", ["pwrite", "fchmod", "close", "rename", "fsync"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_call_that_fails_leaves_nothing_and_says_needed_and_free(
     call: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -234,8 +234,8 @@ def test_a_call_that_fails_leaves_nothing_and_says_needed_and_free(
 
 
 def test_short_writes_are_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.writev
-    monkeypatch.setattr(os, "writev", lambda fd, bufs: real(fd, [bytes(bufs[0][:7])]))
+    real = os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, bytes(data[:7]), at))
     [segment] = Writer(tmp_path).write({"f": (0, ROWS)})
     assert Path(segment.file).read_bytes().endswith(ROWS.tobytes())
     with Resolver(tmp_path, verify="checksum") as resolver:
