@@ -49,7 +49,8 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 
 bench: $(READY)
-	$(BIN)/python -m bench.view; first=$$?; $(BIN)/python -m bench.window && exit $$first
+	$(BIN)/python -m bench.view; a=$$?; $(BIN)/python -m bench.window; b=$$?; \
+	$(BIN)/python -m bench.writer; exit $$((a + b + $$?))
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

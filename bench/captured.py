@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from payload import Ragged
+from payload import decode_routed_experts, decode_sampling_mask
 from payload.testing.server import Completion
 
 DATA = Path(__file__).parent.parent / "tests" / "data" / "vllm"
-
-
-def decode_npy(text: str) -> np.ndarray[Any, Any]:
-    """The array in a base64 .npy file, as stock vLLM sends routed experts."""
-    array: np.ndarray[Any, Any] = np.load(io.BytesIO(base64.b64decode(text)), allow_pickle=False)
-    return array
 
 
 def captured(name: str) -> tuple[list[int], Completion]:
@@ -27,11 +19,11 @@ def captured(name: str) -> tuple[list[int], Completion]:
     request = json.loads((DATA / f"{name}.request.json").read_text())
     choice = json.loads((DATA / f"{name}.response.json").read_text())["choices"][0]
     prompt, tokens = request["token_ids"], choice["token_ids"]
-    rows = decode_npy(choice["routed_experts"])
+    rows = decode_routed_experts(choice["routed_experts"])
     # The last sampled token is never forwarded, so rows end one before the sequence does.
     arrays: dict[str, Any] = {"routed_experts": (len(prompt) + len(tokens) - 1 - len(rows), rows)}
     if choice.get("sampling_mask"):
-        mask = Ragged.from_lists(choice["sampling_mask"])
+        mask = decode_sampling_mask(choice["sampling_mask"])
         arrays["sampling_mask"] = (len(prompt), mask)
     return prompt, Completion(
         token_ids=tokens, arrays=arrays, finish_reason=choice["finish_reason"]

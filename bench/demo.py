@@ -21,9 +21,16 @@ import httpx2
 import numpy as np
 import uvicorn
 
-from bench.captured import decode_npy, rollouts
+from bench.captured import rollouts
 from client import generate, parse_generate_response
-from payload import Ragged, Resolver, Writer, decode_segments
+from payload import (
+    Ragged,
+    Resolver,
+    Writer,
+    decode_routed_experts,
+    decode_sampling_mask,
+    decode_segments,
+)
 from payload.testing.server import app
 
 SPAWN = multiprocessing.get_context("spawn")
@@ -106,9 +113,9 @@ def train(root: str, bodies: Path, results: Any) -> None:
 
 def inline_arrays(body: bytes) -> dict[str, Any]:
     choice = parse_generate_response(body)["choices"][0]
-    arrays: dict[str, Any] = {"routed_experts": decode_npy(choice["routed_experts"])}
+    arrays: dict[str, Any] = {"routed_experts": decode_routed_experts(choice["routed_experts"])}
     if choice["sampling_mask"]:
-        arrays["sampling_mask"] = Ragged.from_lists(choice["sampling_mask"])
+        arrays["sampling_mask"] = decode_sampling_mask(choice["sampling_mask"])
     return arrays
 
 

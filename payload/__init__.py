@@ -18,9 +18,17 @@ from .errors import (
     SegmentError,
 )
 from .fields import FIELDS, Field
+from .inline import (
+    decode_array,
+    decode_routed_experts,
+    decode_sampling_mask,
+    decode_sampling_mask_logprobs,
+    spill,
+)
 from .packing import MicroBatch, Sample, cp_window, pack
 from .ragged import Ragged
 from .resolver import Resolver, Stats
+from .retention import Report, sweep
 from .segment import Segment, clip, decode_segments, encode_segments, gaps, shift
 from .writer import Writer, expert_dtype
 
@@ -37,6 +45,7 @@ __all__ = [
     "PayloadTruncatedError",
     "PayloadWriteError",
     "Ragged",
+    "Report",
     "Resolver",
     "ResolverClosedError",
     "Sample",
@@ -46,11 +55,17 @@ __all__ = [
     "Writer",
     "clip",
     "cp_window",
+    "decode_array",
+    "decode_routed_experts",
+    "decode_sampling_mask",
+    "decode_sampling_mask_logprobs",
     "decode_segments",
     "encode_segments",
     "expert_dtype",
     "gaps",
     "pack",
     "shift",
+    "spill",
+    "sweep",
 ]
 __version__ = "0.1.0"

@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 from .errors import ResolverClosedError
@@ -41,12 +41,13 @@ class Threads:
             # What did not start has nothing left to do; what did is waited for: it writes to the
             # caller's array.
             left = [future for future in futures if not future.cancel()]
-            errors = [error for future in left if (error := future.exception())]
-        if errors:
-            try:
-                raise errors[0]
-            finally:
-                del errors, left, futures  # they hold the error, and it this frame
+            wait(left)
+        for future in left:
+            if future.exception():
+                try:
+                    future.result()
+                finally:
+                    del future, futures, left  # they hold the error, and it this frame
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Run `work` on a helping thread."""

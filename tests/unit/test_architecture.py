@@ -11,9 +11,9 @@ FLOORS = [
     {"errors", "dtypes", "_paths", "_mounts"},
     {"segment", "fields", "ragged", "_cast", "_threads", "_refusals"},
     {"_plan", "_files", "_verify", "_gather", "_csr", "format"},
-    {"resolver", "writer"},
+    {"resolver", "writer", "retention"},
     {"inline", "packing"},
-    {"testing", "__init__"},
+    {"testing", "cli", "_examine", "_doctor", "__main__", "__init__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -78,7 +78,9 @@ def test_the_public_names_are_these() -> None:
         """CoverageError FIELDS Field InlineError PathError PayloadCorruptError PayloadError
         PayloadMissingError PayloadTruncatedError PayloadWriteError Ragged Resolver
         ResolverClosedError Segment SegmentError Stats Writer clip decode_segments encode_segments
-        expert_dtype gaps shift MicroBatch Sample cp_window pack""".split()
+        expert_dtype gaps shift MicroBatch Sample cp_window pack
+        decode_array decode_routed_experts decode_sampling_mask decode_sampling_mask_logprobs spill
+        Report sweep""".split()
     )
     for module in (payload, client):
         for name in module.__all__:

@@ -87,6 +87,22 @@ def test_the_double_serves(tmp_path: Path, serve: Callable[..., str]) -> None:
         assert resolver.resolve(segments)["routed_experts"][0].shape == (5, 48, 8)
 
 
+def test_spill_and_sweep_do_what_they_say(tmp_path: Path) -> None:
+    data = {"data": "AQIDBAUG", "shape": [1, 2, 3], "start": 1, "dtype": "uint8"}
+    response = {"choices": [{"token_ids": [7], "routed_experts": data}]}
+    request = {"token_ids": [1], "sampling_params": {"routed_experts_prompt_start": 0}}
+    data["start"] = 0
+    names = run(block("Server side", 1), tmp_path, response=response, request=request)
+    [segment] = names["choice"]["payload"]
+    with Resolver(tmp_path) as resolver:
+        assert resolver.resolve([segment])["routed_experts"][0].tolist() == [[[1, 2, 3], [4, 5, 6]]]
+    assert (
+        run(block("Server side", 2), tmp_path, step=9, max_off_policy_steps=8)["report"].kept == 1
+    )
+    report = run(block("Server side", 2), tmp_path, step=12, max_off_policy_steps=8)["report"]
+    assert report.removed == [f"{tmp_path}/v3"]
+
+
 def test_the_client_side_calls_a_server(tmp_path: Path, serve: Callable[..., str]) -> None:
     completion = Completion(token_ids=[7, 8], arrays={"routed_experts": (0, ROWS)})
     url = serve(app(lambda request: [completion], Writer(tmp_path)))

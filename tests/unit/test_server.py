@@ -6,7 +6,7 @@ import httpx2
 import numpy as np
 import pytest
 
-from payload import Writer
+from payload import Writer, decode_routed_experts
 from payload.testing.server import Completion, app, encode_inline
 
 ROWS = np.arange(12, dtype=np.uint16).reshape(2, 2, 3)
@@ -66,11 +66,13 @@ def test_it_refuses_what_a_server_refuses(serve: Callable[..., str], tmp_path: P
 
 @pytest.mark.parametrize("form", ["npy", "packed"])
 def test_inline_forms_are_what_servers_send(form: str) -> None:
-    from bench.captured import captured, decode_npy
+    from bench.captured import captured
 
     if form == "npy":
         _, completion = captured("short")
         rows = completion.arrays["routed_experts"][1]
-        np.testing.assert_array_equal(decode_npy(encode_inline(rows, 0)), rows, strict=True)
+        np.testing.assert_array_equal(
+            decode_routed_experts(encode_inline(rows, 0)), rows, strict=True
+        )
     else:
         assert encode_inline(ROWS, 3, "packed")["shape"] == [2, 2, 3]
