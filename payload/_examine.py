@@ -12,8 +12,8 @@ import xxhash
 
 from ._files import Files
 from ._gather import Array, bytes_of
-from .errors import PayloadCorruptError
-from .format import FORMAT, MAX_HEADER, SUFFIX, Header, Tensor, decode_header
+from ._verify import header_of
+from .format import Header, Tensor
 
 _BLOCK: Final = 1 << 20  # bytes read at a time
 _NOTES: Final = (".pos", ".xxh3_64")  # metadata of ours, by the end of the key
@@ -88,19 +88,9 @@ def examine(files: Files, path: str) -> Contents:
 
 
 def _contents(read: Read, path: str, size: int) -> Contents:
-    head = bytearray(min(size, 8))
-    read(0, memoryview(head))
-    data = bytearray(min(size, 8 + int.from_bytes(head, "little"), 8 + MAX_HEADER))
-    read(0, memoryview(data))
-    header = decode_header(bytes(data), path, size)
+    header = header_of(read, path, size)
     found = Contents(path, size, header)
     if header is None:
-        if path.endswith(SUFFIX):
-            raise PayloadCorruptError(
-                f"file {path!r} has no header of {FORMAT!r}: it was damaged, or saved by another tool",
-                reason="header",
-                path=path,
-            )
         return found
     for name, tensor in header.tensors.items():
         field, dot, part = name.rpartition(".")

@@ -159,6 +159,7 @@ class Files:
         for one in (mode, *self._modes.values()):
             if one not in get_args(Mode):
                 raise ValueError(f"mode is {one!r}: needs one of {', '.join(get_args(Mode))}")
+        self._copied: set[str] = set()  # directories, as named, whose files are read
         self._only_copy = set(self._modes.values()) == {"copy"}
         self.maps: dict[str, Map] = {}
         self.max_bytes = max_bytes or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -199,7 +200,7 @@ class Files:
         ):
             found.hits += 1
             return found
-        if self._only_copy:
+        if self._only_copy or (self._copied and path.rpartition("/")[0] in self._copied):
             return None
         fd, size, directory = self.open(path, start, stop, deadline)
         made: Map | None
@@ -248,6 +249,9 @@ class Files:
     ) -> Map | None:
         access = directory.access or self._find_access(directory)
         if access == "copy":
+            if len(self._copied) >= 1024:
+                self._copied.clear()
+            self._copied.add(path.rpartition("/")[0])
             return None
         ready = None
         if self.verify:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import xxhash
 
 from .errors import PayloadCorruptError
-from .format import FORMAT, MAX_HEADER, SUFFIX, checksums, decode_header
+from .format import FORMAT, MAX_HEADER, SUFFIX, Header, checksums, decode_header
 
 _BLOCK = 1 << 20  # bytes read at a time
 
@@ -35,12 +35,12 @@ def compare(fill: Fill, path: str, size: int, start: int, stop: int) -> list[tup
     PayloadCorruptError
         When one differs, the header is damaged, or no side array has those bytes.
     """
-    arrays = _checksums(fill, path, size)
-    if arrays is None:
+    header = header_of(fill, path, size)
+    if header is None:
         return [(0, size)]
     scratch = memoryview(bytearray(min(_BLOCK, size)))
     reached, compared = start, []
-    for begin, end, digest in arrays:
+    for begin, end, digest in sorted(checksums(header, path)):
         if begin >= stop or end <= start:
             continue
         state = xxhash.xxh3_64()
@@ -71,19 +71,23 @@ def compare(fill: Fill, path: str, size: int, start: int, stop: int) -> list[tup
     return compared
 
 
-def _checksums(fill: Fill, path: str, size: int) -> list[tuple[int, int, str]] | None:
-    """The side arrays of a file as (start, stop, checksum), ascending; None if it has no header."""
+def header_of(fill: Fill, path: str, size: int) -> Header | None:
+    """Return the header of a file, None if it is none of ours.
+
+    Raises
+    ------
+    PayloadCorruptError
+        When the header does not fit the file, or the name says that there must be one.
+    """
     head = bytearray(min(size, 8))
     fill(0, memoryview(head))
     data = bytearray(min(size, 8 + int.from_bytes(head, "little"), 8 + MAX_HEADER))
     fill(0, memoryview(data))
     header = decode_header(bytes(data), path, size)
-    if header is not None:
-        return sorted(checksums(header, path))
-    if path.endswith(SUFFIX):
+    if header is None and path.endswith(SUFFIX):
         raise PayloadCorruptError(
             f"file {path!r} has no header of {FORMAT!r}: it was damaged, or saved by another tool",
             reason="header",
             path=path,
         )
-    return None
+    return header
