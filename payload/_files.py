@@ -73,7 +73,7 @@ def last_descriptor() -> int:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if sys.version_info >= (3, 13) or soft == resource.RLIM_INFINITY:
         return sys.maxsize
-    return int(soft - max(8, soft // 8))
+    return int(soft - max(8, min(64, soft // 4)))
 
 
 class Deadline:
@@ -90,6 +90,17 @@ class Deadline:
         if not self.began:
             self.began, self.end = now, now + patience
         return self.end - now
+
+    @classmethod
+    def over(cls) -> Deadline:
+        """A deadline that has passed: nothing is waited for."""
+        made = cls()
+        made.left(0.0)
+        return made
+
+    def passed(self) -> float:
+        """Seconds since it passed; 0 while it has not, or has not begun."""
+        return max(0.0, time.monotonic() - self.end) if self.began else 0.0
 
     def waited(self) -> float:
         """Seconds since the call began to wait."""
@@ -249,9 +260,10 @@ class Files:
     ) -> Map | None:
         access = directory.access or self._find_access(directory)
         if access == "copy":
-            if len(self._copied) >= 1024:
-                self._copied.clear()
-            self._copied.add(path.rpartition("/")[0])
+            if directory.access:  # not for the moment only
+                if len(self._copied) >= 1024:
+                    self._copied.clear()
+                self._copied.add(path.rpartition("/")[0])
             return None
         ready = None
         if self.verify:
@@ -513,11 +525,14 @@ class Files:
     def _prefetch(self, ranges: Sequence[tuple[str, int, int | None, int]]) -> None:
         scratch = memoryview(bytearray(_BLOCK))
         for path, start, nbytes, rows in ranges:
+            if self.closed():
+                return
             # The call that uses the file will meet the same error, where it can be reported.
             with contextlib.suppress(PayloadError, OSError):
                 table = 4 * (rows + 1)
                 need = start + (table if nbytes is None else nbytes)
-                fd, size, directory = self.open(path, start, need)
+                # Not waited for: what is not there yet is not worth fetching yet.
+                fd, size, directory = self.open(path, start, need, Deadline.over())
                 try:
                     if self._type(directory) in MEMORY_TYPES:
                         continue
@@ -527,6 +542,8 @@ class Files:
                     # Read, not advised: a disk's kernel takes little of a large advice, a network
                     # client none.
                     for at in range(start, start + nbytes, _BLOCK):
+                        if self.closed():
+                            return
                         os.preadv(fd, [scratch[: min(_BLOCK, start + nbytes - at)]], at)
                     self.counts["bytes_prefetched"] += nbytes
                 finally:
@@ -565,7 +582,7 @@ class Files:
         roots = self.roots
         head, _, name = path.rpartition("/")
         place = roots.located.get(head)
-        if place is None or name[0] == ".":
+        if place is None or name[:1] in ("", "."):
             place, name = roots.locate(path)
         directory = roots.kept.get(place) or roots.directory(place, path)
         try:
@@ -596,7 +613,7 @@ class Files:
         pause = _FIRST_PAUSE
         # Once more at once, whatever the deadline: a kept directory may have lost its name, and
         # maps nobody views may hold the descriptors that were missing.
-        at_once = True
+        at_once = deadline.passed() <= 0
         while True:
             if not isinstance(failed, int):
                 if at_once and failed.errno in (errno.EMFILE, errno.ENFILE):
@@ -612,7 +629,10 @@ class Files:
                     kind = self._kind(place)
                     if isinstance(failed, int):
                         raise _refusals.truncated(path, stop, failed, deadline.waited(), kind)
-                    raise _refusals.missing(self.roots, path, place, deadline.waited(), kind)
+                    look = deadline.passed() < 0.1  # of many missing files the first tell enough
+                    raise _refusals.missing(
+                        self.roots, path, place, deadline.waited(), kind, look=look
+                    )
                 self._pause(place, min(pause, left), left)
                 pause = min(pause * 2, _LAST_PAUSE)
             try:
@@ -651,7 +671,10 @@ class Files:
 
     def refused(self, path: str, error: OSError) -> PayloadError:
         """What the system said, as one of our errors."""
-        return _refusals.refused(path, error, len(self.maps))
+        return _refusals.refused(path, error, self.live_maps())
+
+    def closed(self) -> bool:
+        return self._closed
 
     def close(self) -> None:
         """Drop every map and kept directory; views keep theirs."""

@@ -50,23 +50,30 @@ def refused(path: str, error: OSError, maps: int) -> PayloadError:
     return PayloadError(said, reason="io", path=path)
 
 
-def missing(roots: Roots, path: str, place: Place, waited: float, kind: str) -> PayloadMissingError:
-    """Say that a file is not there, and what its directory shows."""
+def missing(
+    roots: Roots, path: str, place: Place, waited: float, kind: str, *, look: bool = True
+) -> PayloadMissingError:
+    """Say that a file is not there and, with `look`, what its directory shows."""
     root, beneath = place
     directory = f"{root}/{beneath}" if beneath else root
     on = f" on {kind}" if kind else ""
     cure = "not written yet, already swept, or on another node's file system"
-    try:
-        # Listed by descriptor: by name it could be a link by now.
-        with os.scandir(roots.directory(place, path).fd) as entries:
-            count = sum(1 for _ in itertools.islice(entries, 1000))
-        many = count if count < 1000 else "1000 or more"
-        shows = f"its directory {directory!r}{on} has {many} entries"
-    except OSError as error:
-        shows = f"its directory {directory!r}{on} does not open: {os.strerror(error.errno or 0)}"
-        if not os.path.isdir(root):
-            shows = f"the root {root!r} is no directory here"
-            cure = "mount it, or map the server's prefix to where it is mounted"
+    if not look:
+        shows = f"its directory {directory!r}{on} was looked into for another file"
+    else:
+        try:
+            # Listed by descriptor: by name it could be a link by now.
+            with os.scandir(roots.directory(place, path).fd) as entries:
+                count = sum(1 for _ in itertools.islice(entries, 1000))
+            many = count if count < 1000 else "1000 or more"
+            shows = f"its directory {directory!r}{on} has {many} entries"
+        except OSError as error:
+            shows = (
+                f"its directory {directory!r}{on} does not open: {os.strerror(error.errno or 0)}"
+            )
+            if not os.path.isdir(root):
+                shows = f"the root {root!r} is no directory here"
+                cure = "mount it, or map the server's prefix to where it is mounted"
     return PayloadMissingError(
         f"file {path!r} is not there ({_tried(waited)}; {shows}): {cure}",
         reason="missing",

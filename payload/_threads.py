@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
@@ -30,11 +31,7 @@ class Threads:
         if threads < 2:
             work()
             return
-        with self._lock:
-            self._check_open()
-            if self._helpers is None:
-                self._helpers = ThreadPoolExecutor(self._most - 1, "payload")
-            futures = [self._helpers.submit(work) for _ in range(threads - 1)]
+        futures = [self._start(work)[0] for _ in range(threads - 1)]
         try:
             work()
         finally:
@@ -50,20 +47,34 @@ class Threads:
                     del future, futures, left  # they hold the error, and it this frame
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` on a helping thread."""
+        """Run `work` on a helping thread; on this one when there is none to be had."""
+        future, started = self._start(work)
+        if not started and future.cancel():
+            future = Future()
+            _carry_out([future], work)
+        return future
+
+    def _start(self, work: Callable[[], T]) -> tuple[Future[T], bool]:
+        # A future of our own: a pool that can start no thread raises, yet keeps what it was given
+        # for the threads it has.
+        future: Future[T] = Future()
         with self._lock:
             self._check_open()
             if self._helpers is None:
                 self._helpers = ThreadPoolExecutor(self._most - 1, "payload")
-            return self._helpers.submit(work)
+            with contextlib.suppress(RuntimeError):
+                self._helpers.submit(_carry_out, [future], work)
+                return future, True
+        return future, False
 
-    def later(self, work: Callable[[], None]) -> Future[None]:
-        """Run `work` after what was given before, on the prefetching thread."""
+    def later(self, work: Callable[[], None]) -> None:
+        """Run `work` after what was given before, on the prefetching thread, if that can start."""
         with self._lock:
             self._check_open()
             if self._prefetcher is None:
                 self._prefetcher = ThreadPoolExecutor(1, "payload-prefetch")
-            return self._prefetcher.submit(work)
+            with contextlib.suppress(RuntimeError):
+                self._prefetcher.submit(work)
 
     def close(self) -> None:
         """Let the threads end; what is running finishes."""
@@ -77,6 +88,17 @@ class Threads:
     def _check_open(self) -> None:
         if self._closed:
             raise ResolverClosedError("resolver was closed meanwhile: make a new one")
+
+
+def _carry_out(only: list[Future[T]], work: Callable[[], T]) -> None:
+    # Out of the pool's reach: the future holds an error, that its frames, and they the pool's item.
+    future = only.pop()
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+            del future
 
 
 _all_threads: weakref.WeakSet[Threads] = weakref.WeakSet()

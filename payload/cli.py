@@ -227,9 +227,19 @@ class _Tally(msgspec.Struct):
     shown: float = 0.0  # when progress was last
 
 
+def _is_missing(path: str) -> bool:
+    try:
+        os.lstat(path)
+    except FileNotFoundError:
+        return True
+    except OSError:  # not known; opening it will say why
+        return False
+    return False
+
+
 def _verify(arguments: argparse.Namespace) -> int:
     paths = [absolute(path) for path in arguments.paths]
-    missing = [path for path in paths if not os.path.lexists(path)]
+    missing = [path for path in paths if _is_missing(path)]
     if missing:
         return _complain(f"path {missing[0]!r} is not there", 2)
     tally = _Tally()

@@ -73,14 +73,18 @@ class PayloadError(Exception):
 
 
 def telling_of_all(
-    error: PayloadError, others: Sequence[PayloadError], segments: int
+    error: PayloadError, others: Sequence[PayloadError], segments: int, unseen: int = 0
 ) -> PayloadError:
-    """Return `error`, which ended a call over `segments` segments, telling of `others` too."""
-    if others:
+    """Return `error`, which ended a call over `segments` segments, telling of `others` too.
+
+    `unseen` segments were not looked at: time had run out.
+    """
+    if others or unseen:
         error._others = tuple(other.with_traceback(None) for other in others)
         every = error.errors
         places = ", ".join(str(one.index) for one in every[:10])
         more = ", ..." if len(every) > 10 else ""
+        more += f"; {unseen} were not looked at" if unseen else ""
         error.args = (
             f"{error} - {len(every)} of {segments} segments cannot be read: {places}{more}",
         )

@@ -17,6 +17,7 @@ import msgspec
 
 from .dtypes import DTYPES
 from .errors import PayloadCorruptError
+from .segment import MAX_NDIM
 
 FORMAT: Final = "byhandle/1"
 SUFFIX: Final = ".safetensors"
@@ -124,7 +125,11 @@ def decode_header(data: bytes | memoryview, path: str, file_size: int) -> Header
     try:
         for name, raw in document.items():
             wire = msgspec.json.decode(raw, type=_WireTensor)
+            if wire.dtype not in _NAMES:
+                raise ValueError(f"tensor {name[:64]!r} has dtype {wire.dtype[:16]!r}")
             dtype, shape = _NAMES[wire.dtype], tuple(wire.shape)
+            if len(shape) > MAX_NDIM + 1:  # rows besides
+                raise ValueError(f"tensor {name[:64]!r} has {len(shape)} dimensions")
             nbytes = DTYPES[dtype].itemsize
             for size in shape:
                 if size < 0:

@@ -303,7 +303,11 @@ class Resolver:
         errors: list[PayloadError] = []
         mapped = set(self._files.maps)
         deadline = Deadline()
+        unseen = 0
         for index, (segment, layout) in enumerate(zip(segments, layouts, strict=True)):
+            if errors and deadline.passed() > _GRACE:
+                unseen = len(segments) - index
+                break
             try:
                 one = self._one(segment, layout, deadline)
             except PayloadError as error:
@@ -316,7 +320,7 @@ class Resolver:
             one = None
             self._files.drop([s.file for s in segments if s.file not in mapped])
             try:
-                raise telling_of_all(errors[0], errors[1:], len(segments)) from None
+                raise telling_of_all(errors[0], errors[1:], len(segments), unseen) from None
             finally:
                 del errors  # it holds the error, and that this frame
         return resolved
@@ -815,19 +819,22 @@ class _naming:
         if error.reason not in _FILE_REASONS:
             return
         # The call ends at the first file it meets; its caller wants to know of all.
-        others, seen = [], {error.path}
+        over = Deadline.over()  # the call has waited already
+        others, seen, unseen = [], {error.path}, 0
         for index, segment in mine:
-            if segment.file not in seen and len(seen) < _LISTED:
-                seen.add(segment.file)
-                other = self._error_of(segment)
-                if other is not None:
-                    other.index, other.field = index, self.field
-                    others.append(other)
-        telling_of_all(error, others, len(mine))
+            if segment.file in seen:
+                continue
+            if len(seen) >= _LISTED or over.passed() > _GRACE:
+                unseen += 1
+                continue
+            seen.add(segment.file)
+            other = self._error_of(segment, over)
+            if other is not None:
+                other.index, other.field = index, self.field
+                others.append(other)
+        telling_of_all(error, others, len(mine), unseen)
 
-    def _error_of(self, segment: Segment) -> PayloadError | None:
-        over = Deadline()
-        over.left(0)  # the call has waited already
+    def _error_of(self, segment: Segment, over: Deadline) -> PayloadError | None:
         try:
             os.close(self.files.open(segment.file, segment.offset, _stop(segment), over)[0])
         except PayloadError as error:
@@ -851,6 +858,7 @@ _FILE_REASONS = {
     "io",
 }
 _LISTED = 256  # files looked at for the list
+_GRACE = 1.0  # s a call that failed still looks at files, to tell of all
 
 
 def _open(parameters: dict[str, Any]) -> Resolver:

@@ -151,6 +151,8 @@ class Writer:
         self._min_free, self._min_inodes = (
             min_free if isinstance(min_free, tuple) else (min_free, 0)
         )
+        if self._min_free < 0 or self._min_inodes < 0:
+            raise ValueError(f"min_free is {min_free}: needs bytes and inodes, 0 or more")
         self._synced: set[Place] = set()
         self._threads = Threads(WRITERS + 1)
         self._hashers = Threads(WRITERS + 1)  # their own: a writing thread waits for one
@@ -195,6 +197,10 @@ class Writer:
         if not isinstance(arrays, Mapping):
             raise TypeError(
                 f"arrays is {type(arrays).__name__}: needs a mapping of field to (pos, array)"
+            )
+        if not isinstance(metadata, (Mapping, type(None))):
+            raise TypeError(
+                f"metadata is {type(metadata).__name__}: needs a mapping of text to text"
             )
         placed = [_place(field, value) for field, value in arrays.items()]
         if not placed:
@@ -288,8 +294,10 @@ class Writer:
             )
         directory = None
         try:
-            directory = self._directory(place, path)
+            # Refused before anything is made: a full file system is left as it is.
+            directory = self._directory((place[0], ""), path)
             self._refuse_full(path, needed, directory)
+            directory = self._directory(place, path)
             self._write_and_rename(directory, place, path, name, plan)
         except OSError as error:
             if isinstance(error, PayloadWriteError):
@@ -313,9 +321,14 @@ class Writer:
         return self._roots.directory(place, path, make=mode)
 
     def _make_root(self, mode: int) -> None:
-        if not os.path.isdir(self.root):
-            os.makedirs(self.root, exist_ok=True)
-            os.chmod(self.root, mode)  # past the umask: trainers run as other users
+        missing, above = [], self.root
+        while not os.path.lexists(above):
+            missing.append(above)
+            above = os.path.dirname(above)
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another writer was faster
+                os.mkdir(directory)
+                os.chmod(directory, mode)  # past the umask: trainers run as other users
 
     def _directory_mode(self) -> int:
         return self._mode | (self._mode & 0o444) >> 2 | stat.S_IRWXU
@@ -384,13 +397,14 @@ class Writer:
         self, path: str, needed: int, directory: Directory | None, error: OSError
     ) -> PayloadWriteError:
         free: int | None = None
-        if directory is not None:
-            status = os.fstatvfs(directory.fd)
-            free = status.f_bavail * status.f_frsize
-        code = errno.errorcode.get(error.errno or 0, "unknown")
         room = f" beneath {self.root!r}"
-        if free is not None:
-            room = f"; needed {needed} bytes, {free} are free{room}"
+        if directory is not None:
+            with contextlib.suppress(OSError):  # what failed is worth more than the numbers
+                status = os.fstatvfs(directory.fd)
+                free = status.f_bavail * status.f_frsize
+                inodes = f" ({status.f_favail} inodes)" if status.f_files else ""
+                room = f"; needed {needed} bytes, {free} are free{room}{inodes}"
+        code = errno.errorcode.get(error.errno or 0, "unknown")
         return PayloadWriteError(
             f"file {path!r} was not written: {os.strerror(error.errno or 0)} ({code}){room}",
             reason="write",

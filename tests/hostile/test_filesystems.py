@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -388,6 +389,46 @@ def test_unlink_rename_over_and_rewrite_under_a_reader(mode: str, tmp_path: Path
         file.write(bytes(4096))
     answer = one.ask("window", [segment] * 2, "routed_experts", 0, 2, options={"dtype": "int16"})
     assert answer["result"][0] == [0] * 4096
+
+
+@needs_root
+@pytest.mark.parametrize("call", ["resolve", "window"])
+def test_many_missing_files_on_a_slow_mount_end_soon_after_the_deadline(
+    call: str, mount: Mount, child
+) -> None:
+    here = mount.put("here", ROWS)
+    one = child(mount.roots("through"), wait=0.3)
+    right(one.ask("view", [here]), [ROWS.tolist()])
+    mount.lie({"*": {"delay": 0.02}})
+    gone = [
+        Segment("routed_experts", f"{mount.point}/v1/gone{at}", 0, 12 * at, 12, "uint8", (4096,))
+        for at in range(1000)
+    ]
+    window = () if call == "resolve" else ("routed_experts", 0, 12000)
+    answer = one.ask(call, gone, *window)
+    assert (answer["error"], answer["reason"]) == ("PayloadMissingError", "missing")
+    found = re.search(
+        r"(\d+) of 1000 segments cannot be read.*; (\d+) were not looked at", answer["message"]
+    )
+    assert found, answer["message"]
+    assert int(found[1]) + int(found[2]) == 1000
+    assert answer["seconds"] < 5  # looking at all would take 20 s
+
+
+@needs_root
+def test_a_mount_that_is_gone_is_not_written_any_more(tmp_path: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "none", str(tmp_path)], check=True)
+    writer = Writer(tmp_path)
+    try:
+        writer.write({"f": (0, ROWS)}, "v1")
+        subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
+        with pytest.raises(PayloadWriteError, match="EROFS"):
+            writer.write({"f": (0, ROWS)}, "v2")
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+    for version in ("v1", "v2"):
+        [segment] = writer.write({"f": (0, ROWS)}, version)
+        assert os.path.getsize(segment.file) > ROWS.nbytes
 
 
 @needs_root

@@ -1,5 +1,6 @@
 """Faults that were found by attacking the library, each kept as its smallest case."""
 
+import asyncio
 import gc
 import os
 import pickle
@@ -16,6 +17,7 @@ from payload import (
     PathError,
     PayloadCorruptError,
     PayloadError,
+    PayloadWriteError,
     Ragged,
     Resolver,
     ResolverClosedError,
@@ -26,6 +28,8 @@ from payload import (
     decode_segments,
     encode_segments,
 )
+from payload._threads import Threads
+from payload.format import decode_header, encode_header
 
 BYTES = np.arange(200, dtype=np.uint8)
 
@@ -503,7 +507,92 @@ def test_prefetch_brings_in_a_mask_with_its_values_and_all_of_a_large_segment(
     roots = {str(tmp_path): {"directory": tmp_path, "type": "nfs4"}}
     with Resolver(roots) as resolver:
         resolver.prefetch(encode_segments(segments))
-        resolver._files.threads.later(lambda: None).result(20)
+        done = threading.Event()
+        resolver._files.threads.later(done.set)
+        assert done.wait(20)
         stats = resolver.stats()
     assert stats.bytes_prefetched == 24 + (20 << 20)
     assert stats.opens == 2
+
+
+def test_without_a_thread_to_be_had_the_caller_does_all_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    large = np.arange(1 << 21, dtype=np.uint32).view(np.uint8)  # hashed beside, read by two
+    writer = Writer(tmp_path)
+    segments = [
+        Segment("f", segment.file, segment.offset, at * len(large), len(large), "uint8", ())
+        for at in range(3)
+        for segment in writer.write({"f": (0, large)})
+    ]
+    roots = {str(tmp_path): {"directory": tmp_path, "type": "nfs4"}}
+    with Resolver(roots) as resolver:
+        resolver.prefetch(segments)
+        window = resolver.window(segments, "f", 0, 3 * len(large))
+        assert window is not None
+        np.testing.assert_array_equal(window.reshape(3, -1), [large] * 3)
+    assert asyncio.run(writer.awrite({"f": (0, BYTES)}))[0].rows == len(BYTES)
+
+
+def test_work_a_pool_kept_after_it_refused_is_done_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, go, done = Threads(4), threading.Event(), []
+    first = threads.submit(lambda: go.wait(20))
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert threads.submit(lambda: done.append("once")).result(0) is None
+    threads.run(lambda: done.append("here"), 3)
+    go.set()
+    assert first.result(20)
+    monkeypatch.undo()
+    threads.submit(lambda: None).result(20)
+    threads.close()
+    assert done == ["once", "here"]
+
+
+@pytest.mark.parametrize("depth", ["", "a/b/c"])
+def test_a_root_made_under_a_narrow_umask_is_open_to_readers_at_every_level(
+    depth: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "root" / depth
+    before = os.umask(0o077)
+    try:
+        [segment] = Writer(root).write({"f": (0, BYTES)}, "v1/x")
+    finally:
+        os.umask(before)
+    above = Path(segment.file).parent
+    while above != tmp_path:
+        assert above.stat().st_mode & 0o777 == 0o755, above
+        above = above.parent
+
+
+def test_a_caller_s_mistake_with_the_writer_is_a_plain_error(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="metadata is list: needs a mapping"):
+        Writer(tmp_path).write({"f": (0, BYTES)}, metadata=[("a", "b")])  # type: ignore[arg-type]
+    for min_free in (-1, (0, -1)):
+        with pytest.raises(ValueError, match="min_free is .*: needs bytes and inodes, 0 or more"):
+            Writer(tmp_path, min_free=min_free)
+
+
+def test_a_write_that_is_refused_for_space_makes_no_directory(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "root", min_free=1 << 62)
+    with pytest.raises(PayloadWriteError, match="while 4611686018427387904 must stay free"):
+        writer.write({"f": (0, BYTES)}, "v1")
+    assert list((tmp_path / "root").iterdir()) == []
+
+
+def test_a_header_of_dtypes_unknown_or_too_many_dimensions_says_so(written: Segment) -> None:
+    content = Path(written.file).read_bytes()
+    assert decode_header(content, "p", len(content)) is not None
+    other = content.replace(b'"U8"', b'"X8"')
+    with pytest.raises(PayloadCorruptError, match="tensor 'f' has dtype 'X8'"):
+        decode_header(other, "p", len(other))
+    many = encode_header({"f": ("uint8", (1,) * 40 + (200,), 200)}, {}) + bytes(200)
+    with pytest.raises(PayloadCorruptError, match="tensor 'f' has 41 dimensions"):
+        decode_header(many, "p", len(many))
