@@ -488,6 +488,13 @@ except PayloadError as error:
             )  # fmt: skip
             assert "Permission denied (EACCES) for user 65534: the writer's mode" in done.stdout
             assert done.stdout.startswith("permission ")
+            done = subprocess.run(
+                ["setpriv", "--reuid=65534", "--clear-groups", sys.executable, "-m", "payload",
+                 "verify", str(root / "v1" / "a")], capture_output=True, text=True, check=False,
+                env={"PYTHONPATH": str(HERE.parent.parent), "PATH": os.environ["PATH"]},
+            )  # fmt: skip
+            assert done.returncode == 1  # 2 would say that the path is not there
+            assert "Permission denied (EACCES) for user 65534" in done.stdout
     finally:
         subprocess.run(["rm", "-rf", str(root)], check=True)
 
