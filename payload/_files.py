@@ -524,6 +524,7 @@ class Files:
 
     def _prefetch(self, ranges: Sequence[tuple[str, int, int | None, int]]) -> None:
         scratch = memoryview(bytearray(_BLOCK))
+        over = Deadline.over()  # what is not there yet is not worth fetching yet
         for path, start, nbytes, rows in ranges:
             if self.closed():
                 return
@@ -531,8 +532,7 @@ class Files:
             with contextlib.suppress(PayloadError, OSError):
                 table = 4 * (rows + 1)
                 need = start + (table if nbytes is None else nbytes)
-                # Not waited for: what is not there yet is not worth fetching yet.
-                fd, size, directory = self.open(path, start, need, Deadline.over())
+                fd, size, directory = self.open(path, start, need, over)
                 try:
                     if self._type(directory) in MEMORY_TYPES:
                         continue
@@ -613,7 +613,7 @@ class Files:
         pause = _FIRST_PAUSE
         # Once more at once, whatever the deadline: a kept directory may have lost its name, and
         # maps nobody views may hold the descriptors that were missing.
-        at_once = deadline.passed() <= 0
+        at_once = True
         while True:
             if not isinstance(failed, int):
                 if at_once and failed.errno in (errno.EMFILE, errno.ENFILE):
@@ -674,6 +674,7 @@ class Files:
         return _refusals.refused(path, error, self.live_maps())
 
     def closed(self) -> bool:
+        """Whether the resolver was closed, perhaps by another thread meanwhile."""
         return self._closed
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from payload import (
     PathError,
     PayloadCorruptError,
     PayloadError,
+    PayloadMissingError,
     PayloadWriteError,
     Ragged,
     Resolver,
@@ -596,3 +597,23 @@ def test_a_header_of_dtypes_unknown_or_too_many_dimensions_says_so(written: Segm
     many = encode_header({"f": ("uint8", (1,) * 40 + (200,), 200)}, {}) + bytes(200)
     with pytest.raises(PayloadCorruptError, match="tensor 'f' has 41 dimensions"):
         decode_header(many, "p", len(many))
+
+
+@pytest.mark.parametrize("call", ["resolve", "window"])
+def test_a_file_in_a_directory_made_anew_is_not_listed_with_the_missing_ones(
+    call: str, tmp_path: Path
+) -> None:
+    writer = Writer(tmp_path)
+    [gone] = writer.write({"f": (0, BYTES)}, "v1")
+    [old] = writer.write({"f": (200, BYTES)}, "v2")
+    with Resolver(tmp_path, mode="copy", wait=0) as resolver:
+        resolver.resolve([gone, old])  # both directories are kept open
+        Path(gone.file).unlink()
+        (tmp_path / "v2").rename(tmp_path / "old")
+        [made] = Writer(tmp_path).write({"f": (200, BYTES)}, "v2")
+        window = () if call == "resolve" else ("f", 0, 400)
+        with pytest.raises(PayloadMissingError) as caught:
+            getattr(resolver, call)([gone, made], *window)
+    assert caught.value.path == gone.file
+    assert caught.value.errors == ()  # there are no others
+    assert "cannot be read" not in str(caught.value)
