@@ -73,7 +73,7 @@ def last_descriptor() -> int:
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if sys.version_info >= (3, 13) or soft == resource.RLIM_INFINITY:
         return sys.maxsize
-    return int(soft - max(8, min(64, soft // 4)))
+    return int(soft - max(16, min(64, soft // 4)))
 
 
 class Deadline:
@@ -131,10 +131,6 @@ def _map(fd: int, size: int) -> Map:
     return made
 
 
-def _too_many() -> OSError:
-    return OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-
 class _Poller:
     """Lets one thread at a time look whether a directory has new names."""
 
@@ -181,6 +177,7 @@ class Files:
         self._wait = wait
         self._max_maps = max_maps or default_max_maps()
         self._last_descriptor = last_descriptor()
+        self._few = False  # whether few descriptors were left when last looked
         self._types: dict[int, str] = {}  # by device
         self._access: dict[str, Access] = {}  # last found, by root
         self._warned: set[tuple[str, str]] = set()
@@ -217,8 +214,8 @@ class Files:
         made: Map | None
         try:
             if directory.access == "map" and not self.verify:
-                if fd >= self._last_descriptor:
-                    raise _too_many()
+                if self._few or not self.counts["maps"] & 7:
+                    self._refuse_last(fd)
                 made = _map(fd, size)
             else:
                 made = self._make_map(path, fd, size, directory, start, stop)
@@ -279,12 +276,24 @@ class Files:
             if known is not None and known.identity == identity and known.whole == size:
                 known.ready += tuple(ready)
                 return known
-        if fd >= self._last_descriptor:
-            raise _too_many()
+        self._refuse_last(fd)
         made = _map(fd, size)
         if ready is not None:
             made.identity, made.ready, made.nbytes = identity, tuple(ready), 0
         return made
+
+    def _refuse_last(self, fd: int) -> None:
+        """Refuse to map when a map would take one of the descriptors that are left for reading.
+
+        The number of a duplicate tells, which is what a map would hold; `fd` itself is closed each
+        time and gets the same low number. Asked for every eighth map, for all when few are left.
+        """
+        if self._last_descriptor < sys.maxsize:
+            probe = os.dup(fd)
+            os.close(probe)
+            self._few = probe >= self._last_descriptor
+        if self._few:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def _once_relieved(
         self, fd: int, size: int, directory: Directory, error: OSError | ValueError

@@ -1,8 +1,11 @@
 """Descriptors, maps and memory run out: what can be read still is, with the reason counted."""
 
 import errno
+import json
 import logging
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +62,30 @@ def test_views_held_beyond_the_limit_are_read_instead(
         assert "limited to 64" in caplog.text
     else:
         assert stats.live_maps == 100
+
+
+@pytest.mark.parametrize("others", [0, 10, 20, 30, 36])
+def test_views_held_are_read_at_last_whatever_else_the_process_has_open(
+    others: int, tmp_path: Path
+) -> None:
+    paths = [segment.file for segment in put(tmp_path, 100)]
+    code = """
+import json, os, resource, sys
+from payload import Resolver, Segment
+root, others, paths = json.loads(sys.argv[1])
+held = [os.open("/dev/null", os.O_RDONLY) for _ in range(others)]
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+with Resolver(root) as resolver:
+    views = [resolver.view(Segment("f", path, 0, 0, 5000, "uint8", ())) for path in paths]
+print([int(view[4999]) for view in views])
+"""
+    # A process of its own: the tests' has more descriptors open, and holes between them.
+    job = json.dumps([str(tmp_path), others, paths])
+    done = subprocess.run(
+        [sys.executable, "-c", code, job], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [i % 251 for i in range(100)]
 
 
 def test_without_any_descriptor_the_limit_is_named(few_descriptors: None, tmp_path: Path) -> None:
