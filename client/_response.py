@@ -6,9 +6,11 @@ import base64
 import binascii
 import json
 import math
+import re
+import secrets
 import struct
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, TypedDict
 
 import msgspec
 
@@ -21,6 +23,8 @@ NO_LOGPROB: Final = -9999.0
 def parse_generate_response(raw: bytes) -> dict[str, Any]:
     """Decode the body of a generate response.
 
+    Megabytes of inline routed experts are cut out before the JSON is decoded and put back after.
+
     Parameters
     ----------
     raw : bytes
@@ -29,26 +33,23 @@ def parse_generate_response(raw: bytes) -> dict[str, Any]:
     Returns
     -------
     dict
-        As `json.loads` gives it.
+        As `json.loads` gives it, except that ``routed_experts.data`` of a choice is a memoryview
+        of `raw` where the object is written compactly with ``data`` first, as prime-rl's servers
+        write it. Its base64 is neither decoded nor checked.
 
     Raises
     ------
     MalformedGenerateResponseError
-        When it is not a JSON object with at least one choice.
+        When it is not a JSON object with at least one choice, or is a stream.
 
     Examples
     --------
     >>> parse_generate_response(b'{"choices": [{"payload": null}]}')["choices"]
     [{'payload': None}]
     """
-    try:
-        data = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, RecursionError):
-        # Python's own parser also takes NaN, numbers past 1e308 and lone surrogates.
-        try:
-            data = json.loads(raw)
-        except (ValueError, RecursionError) as error:
-            raise malformed("$", f"is not valid JSON: {error}") from None
+    data = _spliced(raw, _decoded)
+    if data is None:
+        data = _decoded(raw)
     if not isinstance(data, dict):
         raise malformed("$", f"is {kind(data)}: needs an object")
     choices = data.get("choices")
@@ -62,6 +63,138 @@ def parse_generate_response(raw: bytes) -> dict[str, Any]:
     return data
 
 
+def _decoded(raw: bytes) -> Any:
+    if raw.startswith((b"data:", b"event:", b":")):
+        raise malformed("$", "is a stream of events: needs one JSON object; ask without streaming")
+    try:
+        return msgspec.json.decode(raw)
+    except (ValueError, RecursionError):
+        # Python's own parser also takes NaN, numbers past 1e308 and lone surrogates.
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise malformed("$", f"is not valid JSON: {error}") from None
+
+
+_KEY: Final = b'"routed_experts"'
+# The form whose text upstream's client hands over as a memoryview: so do we, in every choice.
+_COMPACT: Final = b'"routed_experts":{"data":"'
+# Up to the text: the value itself, or "data" of an object after members that are no objects.
+_OPENING: Final = re.compile(
+    rb'"routed_experts"\s*:\s*(?:\{\s*(?:(?!"data")"[^"\\]*"\s*:\s*'
+    rb'(?:"[^"\\]*"|\[[\d\s,]*\]|[\w.+-]+)\s*,\s*)*"data"\s*:\s*)?"'
+)
+# Shorter texts are decoded with the rest sooner than they are cut out.
+_SHORT: Final = 1 << 16
+# What stands in for a text meanwhile; no server can know it.
+_MARK: Final = f"spliced-{secrets.token_hex(16)}-"
+
+
+def _spliced(raw: bytes, decode: Callable[[bytes], Any]) -> Any:
+    """Decode a body without its long routed experts; None if that cannot be told apart safely."""
+    pieces: list[bytes] = []
+    texts: list[memoryview | str] = []
+    at = done = 0
+    while (at := raw.find(_KEY, at)) >= 0:
+        opening = _OPENING.match(raw, at)
+        at += len(_KEY)
+        if opening is None:
+            continue
+        start = opening.end()
+        end = raw.find(b'"', start)
+        compact = raw.startswith(_COMPACT, opening.start())
+        if end < 0 or (end - start < _SHORT and not compact) or raw.find(b"\\", start, end) >= 0:
+            continue
+        text = memoryview(raw)[start:end]
+        try:
+            texts.append(text if compact else str(text, "ascii"))
+        except UnicodeDecodeError:
+            return None
+        pieces += raw[done:start], f"{_MARK}{len(texts) - 1}".encode()
+        at = done = end
+    if not texts:
+        return None
+    try:
+        data = decode(b"".join([*pieces, raw[done:]]))
+    except (ValueError, RecursionError):
+        return None
+    choices = data.get("choices") if isinstance(data, dict) else None
+    found = 0
+    for choice in choices if isinstance(choices, list) else ():
+        value = choice.get("routed_experts") if isinstance(choice, dict) else None
+        place, key = (value, "data") if isinstance(value, dict) else (choice, "routed_experts")
+        mark = place.get(key) if isinstance(place, dict) else None
+        if isinstance(mark, str) and mark.startswith(_MARK):
+            place[key] = texts[int(mark[len(_MARK) :])]
+            found += 1
+    # A key of this name elsewhere, or twice in a choice: only the whole body tells what it means.
+    return data if found == len(texts) else None
+
+
+class _Entry(msgspec.Struct, gc=False):
+    """One logprob; a thousand dicts a response in its place keep the garbage collector busy."""
+
+    logprob: float
+    token: Any = None
+    token_id: Any = None
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Entry]
+
+
+class _Choice(TypedDict, total=False):
+    token_ids: list[int]
+    finish_reason: Any
+    logprobs: _Logprobs | None
+    completion_logprobs: Any
+    routed_experts: Any
+    sampling_mask: Any
+    sampling_mask_logprobs: Any
+    payload: Any
+
+
+class _Body(TypedDict, total=False):
+    request_id: Any
+    usage: Any
+    prompt_token_ids: Any
+    mm_placeholders: Any
+    choices: list[_Choice]
+
+
+_as_expected: Final = msgspec.json.Decoder(_Body).decode
+
+
+def sampled(raw: bytes) -> tuple[dict[str, Any], dict[str, Any], list[int], list[float]]:
+    """Return the body, its first choice, and that choice's token ids and logprobs.
+
+    Raises
+    ------
+    MalformedGenerateResponseError
+        When the body, the tokens or the logprobs are not what the endpoint promises.
+    """
+    try:
+        data: Any = _spliced(raw, _as_expected) or _as_expected(raw)
+        choice: Any = data["choices"][0]
+        ids = choice["token_ids"]
+    except (ValueError, LookupError, RecursionError):
+        pass  # another form, or malformed: looked at in detail below
+    else:
+        given = choice.get("logprobs")
+        if given is None or choice.get("completion_logprobs") is not None:
+            return data, choice, ids, _completion_logprobs(choice, ids)
+        logprobs = [entry.logprob for entry in given.content]
+        if (
+            [entry.token_id for entry in given.content] == ids
+            or [entry.token for entry in given.content] == [f"token_id:{token}" for token in ids]
+        ) and NO_LOGPROB not in logprobs:
+            return data, choice, ids, logprobs
+    data = parse_generate_response(raw)
+    choice = data["choices"][0]
+    ids = token_ids(choice.get("token_ids"), "$.choices[0].token_ids")
+    return data, choice, ids, _completion_logprobs(choice, ids)
+
+
 def token_ids(ids: Any, place: str) -> list[int]:
     """Return a list of token ids from a response, refusing anything else."""
     if not isinstance(ids, list):
@@ -72,7 +205,7 @@ def token_ids(ids: Any, place: str) -> list[int]:
     return ids
 
 
-def completion_logprobs(choice: Mapping[str, Any], ids: list[int]) -> list[float]:
+def _completion_logprobs(choice: Mapping[str, Any], ids: list[int]) -> list[float]:
     """Return the logprob of each completion token, from whichever form the choice has.
 
     Raises

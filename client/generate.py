@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
-import httpx2
-import msgspec
-
-from ._response import completion_logprobs, kind, malformed, parse_generate_response, token_ids
+from . import _http
+from ._response import kind, malformed, sampled, token_ids
 from .errors import OverlongPromptError
 
 
@@ -36,9 +31,11 @@ async def generate(
 
     Parameters
     ----------
-    client : AsyncOpenAI, httpx2.AsyncClient, or alike
-        Anything with ``base_url`` and an async ``post(url, cast_to=, body=, options=)``, or a
-        plain httpx client with its ``base_url`` set.
+    client : AsyncOpenAI, httpx2.AsyncClient, or str
+        An AsyncOpenAI client (of openai 2 or 3) or anything with its ``base_url``, ``get`` and
+        ``post``; a plain client of httpx2 or httpx with its ``base_url`` set; or the server's URL,
+        for which a connection is made that waits 10 s for the server and as long as it takes for
+        the answer. Timeouts and retries are the client's. A cancelled call closes its request.
     renderer : object, optional
         Has ``render``, ``get_stop_token_ids`` and ``parse_response``, as those of the `renderers`
         package. Without one, give `prompt_ids`; the completion is then not parsed.
@@ -49,14 +46,14 @@ async def generate(
     prompt_ids : sequence of int, optional
         A prompt that was rendered before.
     multi_modal_data, prompt_attribution : object, optional
-        What rendering gave beside `prompt_ids`; handed back in the result.
+        What rendering gave beside `prompt_ids`; handed back in the result. Media are encoded as the
+        `renderers` package does, unless they are a mapping: the ``features`` to send.
     tools : sequence, optional
         Tools the renderer renders and parses.
     sampling_params : mapping, optional
         Sent as they are, except that ``logprobs`` is 1, ``stop_token_ids`` the renderer's, and
         ``skip_special_tokens`` False unless given. Of several completions (``n``) the first is
-        returned.
-        ``extra_args={"payload_dir": ...}`` asks for side arrays by handle.
+        returned. ``extra_args={"payload_dir": ...}`` asks for side arrays by handle.
     cache_salt, priority : optional
         Sent when given.
     extra_headers : mapping, optional
@@ -85,12 +82,83 @@ async def generate(
     MalformedGenerateResponseError
         When the response is not what the endpoint promises.
     ValueError, NotImplementedError
-        When the arguments do not go together.
+        When the arguments do not go together, or ask for a stream: by-handle answers are not
+        streamed.
     Exception
         What the client raises for a 4xx or 5xx, unchanged.
     """
+    arguments = locals()
+    del arguments["client"]
+    steps = _steps(**arguments)
+    async with _http.opened(client) as http:
+        answer = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                result: dict[str, Any] = done.value
+                return result
+            answer = await _http.perform(http, step)
+
+
+def generate_sync(
+    *,
+    client: Any,
+    renderer: Any = None,
+    messages: Sequence[Mapping[str, Any]] | None = None,
+    model: str,
+    prompt_ids: Sequence[int] | None = None,
+    multi_modal_data: Any = None,
+    prompt_attribution: Any = None,
+    tools: Sequence[Any] | None = None,
+    sampling_params: Mapping[str, Any] | None = None,
+    cache_salt: str | None = None,
+    priority: int | None = None,
+    extra_headers: Mapping[str, str] | None = None,
+    max_prompt_len: int | None = None,
+    process_multimodal: bool = True,
+) -> dict[str, Any]:
+    """Sample one completion without an event loop, or in a notebook that runs one.
+
+    Parameters and result are those of `generate`; `client` is an OpenAI client, a
+    ``httpx2.Client``, or the server's URL.
+    """
+    arguments = locals()
+    del arguments["client"]
+    steps = _steps(**arguments)
+    with _http.opened_sync(client) as http:
+        answer = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                result: dict[str, Any] = done.value
+                return result
+            answer = _http.perform_sync(http, step)
+
+
+def _steps(
+    *,
+    renderer: Any,
+    messages: Sequence[Mapping[str, Any]] | None,
+    model: str,
+    prompt_ids: Sequence[int] | None,
+    multi_modal_data: Any,
+    prompt_attribution: Any,
+    tools: Sequence[Any] | None,
+    sampling_params: Mapping[str, Any] | None,
+    cache_salt: str | None,
+    priority: int | None,
+    extra_headers: Mapping[str, str] | None,
+    max_prompt_len: int | None,
+    process_multimodal: bool,
+) -> Generator[_http.Step, Any, dict[str, Any]]:
+    """Generate without I/O: yields what to ask the server, gets its answers, returns the result."""
     if tools and renderer is not None and not getattr(renderer, "supports_tools", True):
         raise ValueError(f"{type(renderer).__name__} does not support tools")
+    params = dict(sampling_params or {})
+    if params.get("stream"):
+        raise ValueError("sampling_params asks for a stream: by-handle answers are not streamed")
     if not process_multimodal and not getattr(renderer, "supports_process_multimodal", False):
         given = (
             "no renderer is given" if renderer is None else f"{type(renderer).__name__} does not"
@@ -110,11 +178,10 @@ async def generate(
 
     if process_multimodal:  # otherwise only the server knows the expanded length
         if max_prompt_len is None:
-            max_prompt_len = await _context_length(client, model)
+            max_prompt_len = yield _http.ContextLength(model)
         if max_prompt_len is not None and len(prompt) > max_prompt_len:
             raise OverlongPromptError(prompt_len=len(prompt), max_prompt_len=max_prompt_len)
 
-    params = dict(sampling_params or {})
     if renderer is not None:
         params["stop_token_ids"] = renderer.get_stop_token_ids()
     params["logprobs"] = 1
@@ -123,23 +190,23 @@ async def generate(
     parts = None if process_multimodal else _content_parts(messages or [])
     if parts:
         body |= {"content_parts": parts, "return_token_ids": True}
-    if process_multimodal and multi_modal_data and not multi_modal_data.is_empty():
-        body["features"] = _features(renderer, multi_modal_data)
+    if process_multimodal and multi_modal_data:
+        if isinstance(multi_modal_data, Mapping):
+            body["features"] = multi_modal_data
+        elif not multi_modal_data.is_empty():
+            body["features"] = _features(renderer, multi_modal_data)
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
     if priority is not None:
         body["priority"] = priority
 
-    data = parse_generate_response(await _post(client, body, extra_headers))
-    choice: dict[str, Any] = data["choices"][0]
-    ids = token_ids(choice.get("token_ids"), "$.choices[0].token_ids")
+    data, choice, ids, logprobs = sampled((yield _http.Generate(body, extra_headers)))
     expanded = data.get("prompt_token_ids")
     if parts or expanded is not None:
         expanded = token_ids(expanded, "$.prompt_token_ids")
     placeholders = data.get("mm_placeholders")
     if parts and not isinstance(placeholders, dict):
         raise malformed("$.mm_placeholders", f"is {kind(placeholders)}: needs an object")
-    logprobs = completion_logprobs(choice, ids)
     effective = list(expanded or prompt)
     finish_reason = choice.get("finish_reason")
     parsed = None
@@ -170,85 +237,9 @@ async def generate(
     }
 
 
-def _root(client: Any) -> str:
-    """URL of the server; the endpoint is mounted beside ``/v1``, not under it."""
-    return str(client.base_url).rstrip("/").removesuffix("/v1")
-
-
-def _http_library(client: Any) -> str | None:
-    """Name the httpx a plain client belongs to: it goes by two names, alike for us."""
-    for cls in type(client).__mro__:
-        library = cls.__module__.partition(".")[0]
-        if library in ("httpx", "httpx2"):
-            if cls.__name__ == "Client":
-                raise TypeError(f"client is {library}.Client: needs {library}.AsyncClient")
-            if cls.__name__ == "AsyncClient":
-                return library
-    return None
-
-
-async def _post(client: Any, body: dict[str, Any], headers: Mapping[str, str] | None) -> bytes:
-    url = f"{_root(client)}/inference/v1/generate"
-    if _http_library(client):
-        response = await client.post(
-            url,
-            content=msgspec.json.encode(body),
-            headers={"content-type": "application/json", **(headers or {})},
-        )
-        if response.is_error:
-            try:
-                response.raise_for_status()
-            except Exception as error:
-                error.add_note(response.text[:2000])  # what the engine says of it
-                raise
-    else:
-        # The response class must come from the library the client is built on.
-        library = sys.modules.get(_http_library(getattr(client, "_client", None)) or "", httpx2)
-        options = {"options": {"headers": dict(headers)}} if headers else {}
-        response = await client.post(url, cast_to=library.Response, body=body, **options)
-    content: bytes = response.content
-    return content
-
-
-_context_lengths: dict[tuple[str, str], int | None] = {}
-# One per event loop: a lock belongs to the loop it first waited in.
-_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-async def _context_length(client: Any, model: str) -> int | None:
-    """Tokens the engine takes, from ``GET /models``; None, and not asked again, if unknown."""
-    key = (str(getattr(client, "base_url", "")), model)
-    if key not in _context_lengths:
-        async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            if key not in _context_lengths:
-                try:
-                    _context_lengths[key] = _length_of(await _models(client), model)
-                except Exception:  # whatever fails here, the engine still refuses by itself
-                    _context_lengths[key] = None
-    return _context_lengths[key]
-
-
-async def _models(client: Any) -> Any:
-    if not _http_library(client):
-        return await client.get("/models", cast_to=dict[str, Any])
-    response = await client.get(f"{_root(client)}/v1/models")
-    response.raise_for_status()
-    return msgspec.json.decode(response.content)
-
-
-def _length_of(models: Any, model: str) -> int | None:
-    for card in models.get("data") or []:
-        if isinstance(card, Mapping) and card.get("id") == model:
-            length = card.get("max_model_len")
-            return length if isinstance(length, int) and length > 0 else None
-    return None
-
-
 def _is_ok(call: Any) -> bool:
     """Whether the renderer parsed a tool call cleanly; its status is an enum with a member OK."""
-    return bool(getattr(call.status, "name", call.status) == "OK")
+    return str(getattr(call.status, "name", call.status)).upper() == "OK"
 
 
 _MEDIA = {

@@ -56,3 +56,8 @@ async def use_async() -> None:
     async with httpx2.AsyncClient(base_url="http://127.0.0.1:8000") as http:
         result = await client.generate(client=http, model="m", prompt_ids=[1, 2])
         payload.decode_segments(result["payload"])
+    result = client.generate_sync(client="http://127.0.0.1:8000", model="m", prompt_ids=[1, 2])
+    status = client.payload_status(result, {"extra_args": {"payload_dir": "/srv/v3"}})
+    assert_type(status, client.PayloadStatus)
+    assert_type(status.message, str)
+    client.parse_generate_response(b"{}")["choices"]

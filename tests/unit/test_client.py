@@ -1,10 +1,15 @@
 import asyncio
 import json
-from collections.abc import Callable
+import re
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import httpx2
 import msgspec
 import numpy as np
@@ -12,7 +17,7 @@ import openai
 import pytest
 
 import client
-from client import MalformedGenerateResponseError, OverlongPromptError, generate
+from client import MalformedGenerateResponseError, OverlongPromptError, generate, generate_sync
 from payload import Ragged, Resolver, Writer
 from payload.testing.server import Completion, app
 
@@ -189,9 +194,39 @@ def test_arguments_that_do_not_go_together_are_refused_before_anything_is_sent()
     assert server.sent == []
 
 
-def test_a_synchronous_client_is_refused_by_name() -> None:
-    with httpx2.Client() as http, pytest.raises(TypeError, match=r"needs httpx2\.AsyncClient"):
+@pytest.mark.parametrize(
+    ("kind", "needed"),
+    [("httpx2", "httpx2.AsyncClient"), ("httpx", "httpx.AsyncClient"), ("openai", "AsyncOpenAI")],
+)
+def test_a_client_of_the_other_kind_is_refused_by_name(kind: str, needed: str) -> None:
+    url = "http://127.0.0.1:1"
+    with (
+        opened_sync(kind, url) as http,
+        pytest.raises(TypeError, match=f"needs {re.escape(needed)}, or a URL"),
+    ):
         call(http)
+
+    async def run() -> None:
+        async with opened(kind, url) as http:
+            generate_sync(client=http, model="m", prompt_ids=[1])
+
+    with pytest.raises(TypeError, match=f"needs {re.escape(needed.replace('Async', ''))}, or a"):
+        asyncio.run(run())
+
+
+def test_a_stream_is_refused_before_anything_is_sent() -> None:
+    server = Client(answer())
+    with pytest.raises(ValueError, match="asks for a stream: by-handle answers are not streamed"):
+        call(server, sampling_params={"stream": True})
+    assert server.sent == []
+
+
+def test_features_given_as_a_mapping_are_sent_as_they_are() -> None:
+    server = Client(answer())
+    features = {"mm_hashes": {"image": ["h"]}, "mm_placeholders": {}, "kwargs_data": None}
+    result = call(server, multi_modal_data=features)
+    assert server.sent[0][1]["body"]["features"] == features
+    assert result["multi_modal_data"] is features
 
 
 def test_a_prompt_may_be_an_array() -> None:
@@ -335,24 +370,46 @@ def test_captured_bodies_of_a_real_engine_are_read(file: Path) -> None:
     assert result["payload"] is None
 
 
+@asynccontextmanager
+async def opened(kind: str, url: str) -> AsyncIterator[Any]:
+    """Each kind of client `generate` takes."""
+    if kind == "url":
+        yield url
+    elif kind == "openai":
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as http:
+            yield http
+    else:
+        async with {"httpx": httpx, "httpx2": httpx2}[kind].AsyncClient(base_url=url) as http:
+            yield http
+
+
+@contextmanager
+def opened_sync(kind: str, url: str) -> Iterator[Any]:
+    """Each kind of client `generate_sync` takes."""
+    if kind == "url":
+        yield url
+    elif kind == "openai":
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as http:
+            yield http
+    else:
+        with {"httpx": httpx, "httpx2": httpx2}[kind].Client(base_url=url) as http:
+            yield http
+
+
 def completions(request: dict[str, Any]) -> list[Completion]:
     mask = Ragged.from_lists([[5], [6, 7]])
     arrays = {"routed_experts": (0, ROWS), "sampling_mask": (5, mask)}
     return [Completion(token_ids=[5, 6], arrays=arrays)]
 
 
-@pytest.mark.parametrize("kind", ["httpx2", "openai"])
+@pytest.mark.parametrize("kind", ["url", "httpx2", "httpx", "openai"])
 def test_over_http_by_handle_with_a_plain_client_and_with_openai(
     kind: str, serve: Callable[..., str], tmp_path: Path
 ) -> None:
     url = serve(app(completions, Writer(tmp_path)))
 
     async def run() -> tuple[dict[str, Any], dict[str, Any]]:
-        if kind == "httpx2":
-            http: Any = httpx2.AsyncClient(base_url=url)
-        else:
-            http = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        async with http:
+        async with opened(kind, url) as http:
             by_handle = {"extra_args": {"payload_dir": f"{tmp_path}/v3"}}
             return (
                 await generate(client=http, model="m", prompt_ids=[1] * 5),
@@ -373,25 +430,161 @@ def test_over_http_by_handle_with_a_plain_client_and_with_openai(
     assert [row.tolist() for row in resolved["sampling_mask"][0]] == [[5], [6, 7]]
 
 
-@pytest.mark.parametrize("kind", ["httpx2", "openai"])
+@pytest.mark.parametrize("kind", ["url", "httpx2", "httpx", "openai"])
 def test_a_refusal_of_the_server_passes_unchanged(
     kind: str, serve: Callable[..., str], tmp_path: Path
 ) -> None:
     url = serve(app(completions, Writer(tmp_path)))
 
     async def run() -> None:
-        if kind == "httpx2":
-            http: Any = httpx2.AsyncClient(base_url=url)
-        else:
-            http = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        async with http:
+        async with opened(kind, url) as http:
             outside = {"extra_args": {"payload_dir": "/etc"}}
             await generate(client=http, model="m", prompt_ids=[1], sampling_params=outside)
 
-    error = httpx2.HTTPStatusError if kind == "httpx2" else openai.BadRequestError
+    errors = {"openai": openai.BadRequestError, "httpx": httpx.HTTPStatusError}
+    error = errors.get(kind, httpx2.HTTPStatusError)
     with pytest.raises(error) as caught:
         asyncio.run(run())
     assert "payload_dir '/etc' is outside the writer's root" in caught.value.response.text
-    if kind == "httpx2":
+    if kind != "openai":
         assert "outside the writer's root" in caught.value.__notes__[0]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["url", "httpx2", "httpx", "openai"])
+def test_the_synchronous_twin_gives_the_same_result(
+    kind: str, serve: Callable[..., str], tmp_path: Path
+) -> None:
+    url = serve(app(completions, Writer(tmp_path), max_model_len=7))
+    known: dict[str, Any] = {"model": "test-double", "renderer": Renderer("OK")}
+
+    async def run() -> dict[str, Any]:
+        async with opened(kind, url) as http:
+            return await generate(client=http, prompt_ids=[1] * 5, **known)
+
+    with opened_sync(kind, url) as http:
+        result = generate_sync(client=http, prompt_ids=[1] * 5, **known)
+        assert result == asyncio.run(run())
+        assert result["finish_reason"] == "tool_calls"
+        with pytest.raises(OverlongPromptError, match="prompt has 8 tokens"):
+            generate_sync(client=http, prompt_ids=[1] * 8, **known)
+        by_handle = {"extra_args": {"payload_dir": f"{tmp_path}/v3"}}
+        handle = generate_sync(client=http, prompt_ids=[1] * 5, sampling_params=by_handle, **known)
+    with Resolver(tmp_path) as resolver:
+        [view] = resolver.resolve(handle["payload"])["routed_experts"]
+    np.testing.assert_array_equal(view, ROWS, strict=True)
+
+
+def test_the_synchronous_twin_works_where_an_event_loop_runs(serve: Callable[..., str]) -> None:
+    url = serve(app(completions))
+
+    async def notebook() -> dict[str, Any]:
+        return generate_sync(client=url, model="m", prompt_ids=[1])
+
+    assert asyncio.run(notebook())["completion_ids"] == [5, 6]
+
+
+@pytest.fixture
+def silent() -> Iterator[tuple[str, threading.Event]]:
+    """A server that takes requests and never answers; the event is set when its peer hangs up."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    gone = threading.Event()
+
+    def run() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                request = b""
+                while data := connection.recv(65536):
+                    request += data
+                    if request.startswith(b"GET"):  # /models: not known here
+                        connection.sendall(b"HTTP/1.1 404 none\r\ncontent-length: 0\r\n\r\n")
+                        request = b""
+            if request.startswith(b"POST"):
+                gone.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{listener.getsockname()[1]}", gone
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join(5)
+
+
+@pytest.mark.parametrize("kind", ["url", "httpx2", "httpx", "openai"])
+def test_a_cancelled_call_closes_its_request(
+    kind: str, silent: tuple[str, threading.Event]
+) -> None:
+    url, gone = silent
+
+    async def run() -> None:
+        async with opened(kind, url) as http:
+            task = asyncio.create_task(generate(client=http, model="m", prompt_ids=[1]))
+            await asyncio.sleep(0.3)
+            assert not task.done()
+            assert not gone.is_set()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            # while the client lives on: it is this request that is closed, not the client
+            assert await asyncio.to_thread(gone.wait, 5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", ["httpx2", "httpx", "openai"])
+def test_the_timeout_is_the_clients(kind: str, silent: tuple[str, threading.Event]) -> None:
+    url, gone = silent
+    errors = {
+        "openai": openai.APITimeoutError,
+        "httpx": httpx.ReadTimeout,
+        "httpx2": httpx2.ReadTimeout,
+    }
+
+    async def run() -> None:
+        async with opened(kind, url) as http:
+            http.timeout = 0.3
+            with pytest.raises(errors[kind]):
+                await generate(client=http, model="m", prompt_ids=[1])
+
+    asyncio.run(run())
+    assert gone.wait(5)
+    with opened_sync(kind, url) as http:
+        http.timeout = 0.3
+        with pytest.raises(errors[kind]):
+            generate_sync(client=http, model="m", prompt_ids=[1])
+
+
+def test_a_server_that_is_not_there_is_the_clients_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with pytest.raises(httpx2.ConnectError):
+        generate_sync(client=url, model="m", prompt_ids=[1])
+
+
+def test_many_calls_at_once_leave_the_event_loop_to_others(serve: Callable[..., str]) -> None:
+    url = serve(app(completions))
+    turns = 0
+
+    async def run() -> int:
+        nonlocal turns
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        async with httpx2.AsyncClient(base_url=url) as http:
+            await generate(client=http, model="m", prompt_ids=[1])
+            task = asyncio.create_task(other())
+            calls = [generate(client=http, model="m", prompt_ids=[1]) for _ in range(32)]
+            await asyncio.gather(*calls)
+            task.cancel()
+        return turns
+
+    # Each call takes one turn to send and one to decode; between two turns the others are served.
+    assert asyncio.run(run()) >= 64

@@ -1,15 +1,16 @@
 """Every Python block of the README runs, and its tables are true."""
 
-import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
+import pytest
 
 import payload
-from payload import Resolver, Writer, encode_segments
+from client import PayloadStatus
+from payload import Ragged, Resolver, Writer, encode_segments
 from payload.testing.server import Completion, app
 
 README = (Path(__file__).parent.parent.parent / "README.md").read_text()
@@ -81,10 +82,10 @@ def test_the_packing_example_gives_both_ranks_their_rows(tmp_path: Path) -> None
 def test_the_double_serves(tmp_path: Path, serve: Callable[..., str]) -> None:
     double = run(block("Trying it without an engine"), tmp_path)["double"]
     names = run(block("Client side").replace("http://127.0.0.1:8000", serve(double)), tmp_path)
-    completion_ids, segments = asyncio.run(names["roll_out"]([1, 2, 3, 4]))
-    assert completion_ids == [11, 12]
+    assert names["result"]["completion_ids"] == [11, 12]
     with Resolver(tmp_path) as resolver:
-        assert resolver.resolve(segments)["routed_experts"][0].shape == (5, 48, 8)
+        views = resolver.resolve(names["result"]["payload"])
+    assert views["routed_experts"][0].shape == (5, 48, 8)
 
 
 def test_spill_and_sweep_do_what_they_say(tmp_path: Path) -> None:
@@ -103,14 +104,51 @@ def test_spill_and_sweep_do_what_they_say(tmp_path: Path) -> None:
     assert report.removed == [f"{tmp_path}/v3"]
 
 
-def test_the_client_side_calls_a_server(tmp_path: Path, serve: Callable[..., str]) -> None:
+def test_the_client_side_calls_a_server(
+    tmp_path: Path, serve: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
     completion = Completion(token_ids=[7, 8], arrays={"routed_experts": (0, ROWS)})
     url = serve(app(lambda request: [completion], Writer(tmp_path)))
     names = run(block("Client side").replace("http://127.0.0.1:8000", url), tmp_path)
-    completion_ids, segments = asyncio.run(names["roll_out"]([1, 2, 3, 4]))
-    assert completion_ids == [7, 8]
+    assert names["result"]["completion_ids"] == [7, 8]
     with Resolver(tmp_path) as resolver:
-        np.testing.assert_array_equal(resolver.resolve(segments)["routed_experts"][0], ROWS)
+        views = resolver.resolve(names["result"]["payload"])
+    np.testing.assert_array_equal(views["routed_experts"][0], ROWS)
+    assert "came by handle: routed_experts\n" in capsys.readouterr().out
+
+
+def test_a_newcomer_needs_six_lines_for_a_call() -> None:
+    lines = [line for line in block("Client side").splitlines() if line.strip()]
+    assert len(lines) <= 6
+    assert "httpx" not in block("Client side")
+
+
+def test_the_migration_names_what_is_there() -> None:
+    text = README.split("\n### Coming from renderers\n")[1]
+    diff = re.search(r"```diff\n(.*?)```", text, re.DOTALL)
+    assert diff
+    for sign, package in (("-", "renderers"), ("+", "client")):
+        lines = [line[1:] for line in diff[1].splitlines() if line[0] == sign]
+        names: dict[str, Any] = {}
+        exec("\n".join(lines), names)
+        assert names["generate"].__module__.startswith(package)
+        assert issubclass(names["OverlongPromptError"], Exception)
+
+
+def test_a_mask_by_handle_takes_its_inline_logprobs(tmp_path: Path) -> None:
+    mask = Ragged.from_lists([[7], [8, 9]])
+    segments = Writer(tmp_path).write({"sampling_mask": (5, mask)})
+    inline = {"data": "AAAAAAAAAL8AAIC/", "shape": [3], "dtype": "float32"}
+    result = {"payload": encode_segments(segments), "sampling_mask_logprobs": inline}
+    with Resolver(tmp_path) as resolver:
+        names = run(block("Client side", 1), tmp_path, resolver=resolver, result=result)
+    assert [row.tolist() for row in names["logprobs"]] == [[0.0], [-0.5, -1.0]]
+
+
+def test_the_states_of_a_payload_are_in_their_table() -> None:
+    table = README.split("\n## Client side\n")[1].split("\n### ")[0]
+    states = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    assert states == list(get_args(get_type_hints(PayloadStatus)["state"]))
 
 
 def test_the_error_table_names_every_error_and_what_it_also_is() -> None:
