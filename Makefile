@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test hostile test-all test-floors check format lint types packaging bench clean
+.PHONY: demo test hostile test-all test-floors verifiers-test check format lint types packaging bench clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -32,6 +32,12 @@ test-floors:
 	.venv-floors/bin/python -m pip install -q $$($(PYTHON) .ci/floors.py)
 	.venv-floors/bin/python -m pytest -n auto -m "not slow"
 
+# The train client of verifiers with our names in place, and the client's suites on its openai 2.
+verifiers-test:
+	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install -q -e . "verifiers==0.4.0" "openai<3" pytest pytest-timeout hypothesis uvicorn
+	.venv-verifiers/bin/python -m pytest tests/verifiers tests/differential tests/unit/test_client.py
+
 check: lint types packaging
 
 lint: $(READY)
@@ -50,7 +56,7 @@ format: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m bench.view; a=$$?; $(BIN)/python -m bench.window; b=$$?; \
-	$(BIN)/python -m bench.writer; exit $$((a + b + $$?))
+	$(BIN)/python -m bench.writer; c=$$?; $(BIN)/python -m bench.client; exit $$((a + b + c + $$?))
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
