@@ -479,6 +479,10 @@ class Files:
 
     # --- reading
 
+    def is_local(self, path: str) -> bool:
+        """Whether a read of this file waits for no server."""
+        return self._kind(self.roots.locate(path)[0]) in LOCAL_TYPES
+
     def helpers(self, files: int, one: str, nbytes: int) -> int:
         """How many threads pay for reading `nbytes` from `files` files, `one` of them.
 
@@ -487,7 +491,7 @@ class Files:
         """
         if files < 2:
             return 1
-        if self._kind(self.roots.locate(one)[0]) not in LOCAL_TYPES:
+        if not self.is_local(one):
             return min(files, MAX_THREADS)
         return min(files, _CPUS, MAX_THREADS) if nbytes >= files * THREADED_FILE else 1
 

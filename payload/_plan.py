@@ -156,9 +156,10 @@ def layer_ids(layers: Any, num_layers: Any) -> tuple[int, ...] | None:
         raise ValueError(f"num_layers is {count}: needs at least 1")
     if layers is None:
         return None
-    if any(isinstance(layer, bool) for layer in layers):
+    asked = list(layers)
+    if any(isinstance(layer, bool) for layer in asked):
         raise TypeError("layers has booleans: needs layer ids")
-    ids = tuple(operator.index(layer) for layer in layers)
+    ids = tuple(operator.index(layer) for layer in asked)
     for layer in ids:
         if not 0 <= layer < count:
             raise ValueError(

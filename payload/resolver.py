@@ -832,7 +832,8 @@ class Resolver:
             layer = segment.row_nbytes // segment.shape[0]
             nbytes = len(into) * len(layers) * layer
             copied += nbytes
-            if segment.row_nbytes - len(layers) * layer < _SKIPPED * len(runs):
+            skipped = _SKIPPED if self._files.is_local(segment.file) else _SKIPPED_REMOTELY
+            if segment.row_nbytes - len(layers) * layer < skipped * len(runs):
                 convert = Convert(segment, offset, into, index)
                 converts.setdefault(segment.file, []).append(convert)
                 total += len(into) * segment.row_nbytes
@@ -987,7 +988,9 @@ _FILE_REASONS = {
     "path",
     "io",
 }
-_SKIPPED = 32_768  # bytes of a row that cost more to read and leave out than another read
+# Bytes of a row that cost as much to read and leave out as another read: measured on tmpfs and
+# ext4, and what a network moves in the time of one request.
+_SKIPPED, _SKIPPED_REMOTELY = 32_768, 1_048_576
 _LISTED = 256  # files looked at for the list
 _GRACE = 1.0  # s a call that failed still looks at files, to tell of all
 

@@ -91,7 +91,7 @@ def as_tensor(array: Array) -> torch.Tensor:
     usable = array.flags.writeable and array.flags.aligned and min(array.strides, default=0) >= 0
     if usable:
         return torch.from_numpy(array)
-    copy = _empty(array.shape, array.dtype)
+    copy = _empty(array.shape, array.dtype, _memory())
     copy.numpy()[...] = array
     return copy
 
@@ -122,7 +122,8 @@ def window(
     dtype : torch.dtype or "field", optional
         Dtype of the result; default as written. A value that would change is refused.
     pin_memory : bool
-        Read straight into pinned memory, if there is an accelerator to pin for; else as without.
+        Read straight into pinned memory, if there is an accelerator to pin for; else as without,
+        and in a `DataLoader` worker as well, which must not touch the device.
     out : Tensor, optional
         Where to put the rows: on the CPU, contiguous, of exactly the result's shape and dtype. It
         may be pinned.
@@ -155,10 +156,11 @@ def window(
     made: list[torch.Tensor] = []
 
     def new(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        made.append(_empty(shape, dtype, pin_memory))
+        made.append(_empty(shape, dtype, memory))
         return _array_of(made[0])
 
-    place = _Place(None, new, "private" if _is_plain(pin_memory) else "never")
+    memory = _memory(pin_memory)
+    place = _Place(None, new, "private" if memory == "own" else "never")
     if out is not None:
         place = _Place(_array_of(out))
         made.append(out)
@@ -264,16 +266,19 @@ def as_padded(ragged: Ragged, fill: float, width: int | None = None) -> torch.Te
     return torch.from_numpy(ragged.to_padded(fill, width))
 
 
-def _is_plain(pin_memory: bool) -> bool:
-    """Whether fresh memory is this process's own, so that a view is as good."""
-    return get_worker_info() is None and not (pin_memory and torch.accelerator.is_available())
+def _memory(pin_memory: bool = False) -> Literal["own", "pinned", "shared"]:
+    """Which memory fresh tensors have: of a worker what torch hands to the main process as it is."""
+    if get_worker_info() is not None:
+        return "shared"  # a worker must not touch the device
+    return "pinned" if pin_memory and torch.accelerator.is_available() else "own"
 
 
-def _empty(shape: tuple[int, ...], dtype: np.dtype[Any], pin_memory: bool = False) -> torch.Tensor:
-    """Fresh memory: pinned if asked, of a worker what torch hands to the main process as it is."""
-    if _is_plain(pin_memory):
+def _empty(
+    shape: tuple[int, ...], dtype: np.dtype[Any], memory: Literal["own", "pinned", "shared"]
+) -> torch.Tensor:
+    if memory == "own":
         return torch.from_numpy(np.empty(shape, dtype))
-    if pin_memory and torch.accelerator.is_available():
+    if memory == "pinned":
         return torch.empty(shape, dtype=_torch_of(dtype), pin_memory=True)
     new_shared: Any = torch.UntypedStorage._new_shared  # as torch's own collate does
     storage = new_shared(math.prod(shape) * dtype.itemsize)
