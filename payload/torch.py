@@ -132,14 +132,16 @@ def window(
     -------
     Tensor or None
         ``[hi - lo, *row shape]``, or `out`. As `view` if one segment covers the window and nothing
-        must change, else each byte is read once into fresh memory: in a `DataLoader` worker that
-        is shared memory, which goes to the main process without another copy. None when no
-        segment carries the field.
+        must change (not contiguous, if layers are chosen), else each byte is read once into fresh
+        memory: in a `DataLoader` worker that is shared memory, which goes to the main process
+        without another copy. None when no segment carries the field.
 
     Raises
     ------
     PayloadError, ValueError, TypeError
         As for `Resolver.window`.
+    RuntimeError
+        torch's, when there is no room for pinned or shared memory (a full /dev/shm).
 
     Examples
     --------

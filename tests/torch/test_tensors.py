@@ -2,12 +2,16 @@
 
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import payload.torch as pt
 from payload import (
@@ -22,6 +26,7 @@ from payload import (
     Writer,
 )
 from payload.dtypes import DTYPES
+from payload.testing import model, strategies
 
 NAME = "routed_experts"
 ROWS = np.arange(60, dtype=np.uint8).reshape(10, 3, 2)
@@ -68,6 +73,88 @@ def test_an_in_place_write_stays_in_its_tensor(mode: str, tmp_path: Path) -> Non
         equal(pt.view(resolver, segment), ROWS)
     assert Path(segment.file).read_bytes()[64:] == ROWS.tobytes()
     assert one[0].tolist() == (ROWS[0] + 1).tolist()
+
+
+def everything(resolver: Resolver, segments: list[Segment]) -> list[torch.Tensor]:
+    """Every way to get a tensor, of two turns with a mask each."""
+    fixed = [s for s in segments if s.field == NAME]
+    mask = resolver.ragged(segments, "sampling_mask", 0, 20)
+    one_mask = resolver.ragged(segments[:2], "sampling_mask", 2, 8)
+    choice: dict[str, Any] = {"num_layers": 3}
+    resolved = resolver.resolve(segments)
+    return [
+        pt.view(resolver, fixed[0]),
+        pt.view(resolver, fixed[1])[2:5],
+        pt.window(resolver, segments, NAME, 1, 9),
+        pt.window(resolver, segments, NAME, 1, 19),
+        pt.window(resolver, segments, NAME, 1, 19, dtype=torch.int64),
+        pt.window(resolver, segments, NAME, 1, 9, layers=[1, 2], **choice),
+        pt.window(resolver, segments, NAME, 1, 9, layers=[2, 0], **choice),
+        pt.window(resolver, segments, NAME, 1, 9, pin_memory=True),
+        pt.window(resolver, segments, NAME, 1, 9, out=torch.zeros(8, 3, 2, dtype=torch.uint8)),
+        pt.window(resolver, segments, "sampling_mask", 0, 20),
+        pt.as_tensor(resolver.window(segments, NAME, 1, 9)),
+        pt.as_tensor(resolver.window(segments, NAME, 1, 9, layers=[1], **choice)),
+        pt.as_tensor(resolver.window(segments, NAME, 1, 19)),
+        pt.as_tensor(resolver.view(fixed[1])),
+        pt.as_tensor(resolved[NAME][0]),
+        pt.as_tensor(resolved["sampling_mask"][1].values),
+        pt.as_tensor(mask.values),
+        pt.as_tensor(mask.offsets),
+        pt.as_tensor(one_mask.values),
+        pt.as_nested(mask).values(),
+        pt.as_nested(one_mask).values(),
+        pt.as_padded(one_mask, -1),
+        pt.as_index(pt.view(resolver, fixed[0])),
+    ]
+
+
+@pytest.mark.parametrize("how", ["ext4", "nfs4", "nfs", "map", "copy", "checksum"])
+@pytest.mark.parametrize("worker", [False, True])
+def test_an_in_place_write_into_anything_handed_out_changes_no_file(
+    how: str, worker: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, segments = Writer(tmp_path), []
+    for at in (0, 10):
+        mask = Ragged.from_lists([[i, i + 1] for i in range(at, at + 10)])
+        segments += writer.write({NAME: (at, ROWS), "sampling_mask": (at, mask)})
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.safetensors")}
+    options: dict[str, Any] = {"directory": str(tmp_path), "type": how}
+    if how in ("map", "copy", "checksum"):
+        options = {"directory": str(tmp_path), "mode": "copy" if how == "copy" else "map"}
+    if worker:
+        monkeypatch.setattr(pt, "get_worker_info", object)
+    verify = "checksum" if how == "checksum" else "size"
+    with Resolver({str(tmp_path): options}, verify=verify) as resolver:
+        found = everything(resolver, segments)
+        again = everything(resolver, segments)
+        wanted = [tensor.tolist() for tensor in again]
+        assert all(tensor.numel() for tensor in found)
+        for tensor in found:
+            tensor.zero_()
+            tensor.add_(1)
+        assert [tensor.tolist() for tensor in again] == wanted
+        assert [tensor.tolist() for tensor in everything(resolver, segments)] == wanted
+        assert np.array_equal(resolver.window(segments, NAME, 0, 10), ROWS)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+@given(strategies.fixed(), st.tuples(st.integers(-3, 32), st.integers(-3, 32)).map(sorted))
+def test_a_window_is_what_the_model_says(drawn, bounds) -> None:
+    files, segments = drawn
+    lo, hi = bounds
+    want = model.window(files, segments, NAME, lo, hi, fill=1)
+    with tempfile.TemporaryDirectory() as root:
+        for path, content in files.items():
+            local = Path(root + path.removeprefix(strategies.PREFIX))
+            local.parent.mkdir(parents=True, exist_ok=True)
+            local.write_bytes(content)
+        with Resolver({strategies.PREFIX: root}) as resolver:
+            got = pt.window(resolver, segments, NAME, lo, hi, fill=1, holes="any")
+            equal(got, want)
+            out = torch.zeros(want.shape, dtype=got.dtype)
+            pt.window(resolver, segments, NAME, lo, hi, fill=1, holes="any", out=out)
+            equal(out, want)
 
 
 def test_a_view_outlives_the_resolver_and_the_file_and_is_unmapped_with_its_tensor(

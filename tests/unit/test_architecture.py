@@ -68,6 +68,17 @@ def test_the_two_packages_do_not_know_each_other() -> None:
         assert not {name for name in imports(file) if name.split(".")[0] in ("payload", "bench")}
 
 
+def test_only_the_torch_room_needs_torch() -> None:
+    needing = {
+        room(file)
+        for file in ROOT.rglob("*.py")
+        if any(name.split(".")[0] == "torch" for name in imports(file))
+    }
+    assert needing == {"torch"}
+    for file in ROOT.rglob("*.py"):
+        assert ".torch" not in imports(file)
+
+
 def test_segments_are_pure() -> None:
     for name in ("segment", "fields", "dtypes", "errors", "_plan"):
         assert not {"numpy", "os", "mmap"} & imports(ROOT / f"{name}.py")
