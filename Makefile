@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 
 TORCH ?= .venv-torch
 
-.PHONY: demo test torch-test hostile test-all test-floors check format lint types packaging bench clean
+.PHONY: demo test torch-test torch-bench hostile test-all test-floors check format lint types packaging bench clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -19,6 +19,10 @@ test: $(READY)
 torch-test: $(TORCH)/.ready
 	$(TORCH)/bin/mypy --cache-dir $(TORCH)/.mypy_cache
 	$(TORCH)/bin/python -m pytest tests/torch payload/torch.py
+
+# 200 micro batches of 20 MB through a DataLoader; takes 6 GB of /dev/shm and some minutes.
+torch-bench: $(TORCH)/.ready
+	$(TORCH)/bin/python -m bench.dataloader
 
 $(TORCH)/.ready: pyproject.toml
 	$(MAKE) $(TORCH)/.dev VENV=$(TORCH) READY=$(TORCH)/.dev
