@@ -502,7 +502,7 @@ class Resolver:
         narrower = any(other != shape for _, other in kinds)
         filling = self._fill(field, known, fill, target, needed=holes_left or narrower)
         runs = _plan.runs(layers or ())
-        viewed = place.out is None and place.view != "never" and len(runs) <= 1
+        viewed = place.out is None and place.view != "never" and (layers is None or len(runs) == 1)
         if viewed and len(found) == 1 and found[0][1:] == (lo, hi):
             segment = wanted[found[0][0]]
             if (
@@ -513,7 +513,7 @@ class Resolver:
             ):
                 private = place.view == "private"
                 view = self._view(_plan.cut(segment, lo, hi), deadline, private=private)
-                return view if layers is None else view[:, _slice_of(runs)]
+                return view if layers is None else view[:, _slice_of(runs[0])]
         if layers is not None:
             shape = (len(layers), *shape[1:])
         result = self._result(field, (hi - lo, *shape), target, place)
@@ -820,7 +820,7 @@ class Resolver:
     ) -> None:
         """As `_gather`, of each row the layers alone: read alone where what is skipped is long."""
         runs = _plan.runs(layers)
-        index = _slice_of(runs) if len(runs) == 1 else list(layers)
+        index = _slice_of(runs[0]) if len(runs) == 1 else list(layers)
         reads: list[_gather.Read] = []
         converts: dict[str, list[Convert]] = {}
         row_nbytes = result[:1].nbytes
@@ -896,9 +896,10 @@ def _target(field: str, kinds: Sequence[_plan.Kind], known: Field, dtype: Any) -
     return known_dtype(dtype)
 
 
-def _slice_of(runs: Sequence[tuple[int, int, int]]) -> slice:
-    """The one run of layers, or none, as an index."""
-    return slice(runs[0][1], runs[0][1] + runs[0][2]) if runs else slice(0)
+def _slice_of(run: tuple[int, int, int]) -> slice:
+    """A run of layers as an index."""
+    _, first, count = run
+    return slice(first, first + count)
 
 
 def _fill_gaps(

@@ -1,5 +1,6 @@
 """Tensors of segments and windows: the right rows, safe to write into, copied no more than needed."""
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -73,6 +74,29 @@ def test_an_in_place_write_stays_in_its_tensor(mode: str, tmp_path: Path) -> Non
         equal(pt.view(resolver, segment), ROWS)
     assert Path(segment.file).read_bytes()[64:] == ROWS.tobytes()
     assert one[0].tolist() == (ROWS[0] + 1).tolist()
+
+
+def copied_of(path: str) -> int:
+    """Bytes of the maps of a file that this process has copied on writing."""
+    total, mine = 0, False
+    with open("/proc/self/smaps") as smaps:
+        for line in smaps:
+            if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+                mine = line.rstrip().endswith(path)
+            elif mine and line.startswith("Anonymous:"):
+                total += 1024 * int(line.split()[1])
+    return total
+
+
+def test_only_pages_that_are_written_to_take_memory(tmp_path: Path) -> None:
+    segment = put(tmp_path, np.ones((2**16, 64, 8), np.uint8))
+    path = str(Path(segment.file).resolve())
+    with Resolver(tmp_path) as resolver:
+        tensor = pt.view(resolver, segment)
+        assert int(tensor.sum()) == 2**25
+        assert copied_of(path) < 2**20
+        tensor[: 2**13].zero_()
+        assert 2**22 <= copied_of(path) < 2**22 + 2**20
 
 
 def everything(resolver: Resolver, segments: list[Segment]) -> list[torch.Tensor]:
