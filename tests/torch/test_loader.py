@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,45 @@ def test_pinned_memory_is_read_into_directly(
         assert rows.is_shared()  # a worker must not touch the device
         assert not any(pinned for pinned, *_ in asked)
         assert int(rows.sum()) == 6 * (50 + 80)
+
+
+def test_a_loader_that_pins_copies_nothing_that_was_read_into_pinned_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same stand-in; as the real one, its `pin_memory` returns what is pinned and copies the rest."""
+    segments = Writer(tmp_path).write({NAME: (0, np.ones((50, 3, 2), np.uint8))})
+    pinned, copied = [], []
+
+    def empty(*size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        made = plain(*size, **options)
+        if pin_memory:
+            pinned.append(made)
+        return made
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        if any(tensor.data_ptr() == known.data_ptr() for known in pinned):
+            return tensor
+        copied.append(tensor.nbytes)
+        return tensor.clone()
+
+    plain = torch.empty
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    for asked, more in ((True, 0), (False, 300)):
+        copied.clear()
+        with Resolver(tmp_path) as resolver:
+            read = partial(pt.window, resolver, segments, NAME, pin_memory=asked)
+            loader = DataLoader(
+                [(0, 20), (20, 50)],
+                batch_size=None,
+                collate_fn=lambda where, read=read: read(*where),
+                pin_memory=True,
+            )
+            assert [int(rows.sum()) for rows in loader] == [120, 180]
+            assert sum(copied) == more
+            assert resolver.stats().bytes_copied == (300 if asked else 0)
 
 
 @pytest.mark.parametrize("context", ["spawn", "fork"])

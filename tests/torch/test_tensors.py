@@ -44,6 +44,11 @@ def equal(tensor: torch.Tensor, array: np.ndarray) -> None:
     np.testing.assert_array_equal(tensor.numpy(), array, strict=True)
 
 
+def test_the_public_names_are_these_and_documented() -> None:
+    assert sorted(pt.__all__) == "as_index as_nested as_padded as_tensor view window".split()
+    assert all(getattr(pt, name).__doc__ for name in pt.__all__)
+
+
 @pytest.mark.parametrize("pad", [0, 4096, 4104, 100_000])
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_a_view_is_zero_copy_in_every_dtype_and_at_every_offset(
