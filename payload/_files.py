@@ -438,9 +438,7 @@ class Files:
         return dict(self._access)
 
     def maps_unread(self, path: str) -> bool:
-        """Whether a file can be mapped without a byte of it being read."""
-        if self.verify:
-            return False
+        """Whether a file can be mapped without being read, but for a checksum that is asked for."""
         place, _ = self.roots.locate(path)
         try:
             directory = self.roots.directory(place, path)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import payload.resolver
-from payload import CoverageError, PayloadCorruptError, Resolver, Segment, SegmentError
+from payload import CoverageError, PayloadCorruptError, Resolver, Segment, SegmentError, Writer
 
 NAME = "routed_experts"
 
@@ -155,6 +155,24 @@ def test_where_files_are_read_a_window_of_layers_reads_no_whole_segment_first(
             got = resolver.window([segment], NAME, 0, 4, layers=[5], num_layers=8)
             assert got.shape == (4, 1, 200_000)
             assert resolver.stats().bytes_read == 800_000
+
+
+def test_a_checksum_is_compared_once_for_all_windows_of_layers(tmp_path: Path) -> None:
+    array = model_of(8, rows=1000)
+    segments = Writer(tmp_path).write({NAME: (0, array)})
+    with Resolver(tmp_path, verify="checksum") as resolver:
+        for layer in range(8):
+            got = resolver.window(segments, NAME, 0, 1000, layers=[layer], num_layers=8)
+            assert (got == layer).all()
+        assert array.nbytes <= resolver.stats().bytes_read < 1.1 * array.nbytes
+        content = bytearray(Path(segments[0].file).read_bytes())
+        content[-1] ^= 1  # of the last layer
+    Path(segments[0].file).write_bytes(content)
+    with (
+        Resolver(tmp_path, verify="checksum") as resolver,
+        pytest.raises(PayloadCorruptError, match="checksum"),
+    ):
+        resolver.window(segments, NAME, 0, 1000, layers=[0], num_layers=8)
 
 
 def test_of_short_rows_other_layers_are_read_but_not_judged_or_kept(tmp_path: Path) -> None:
