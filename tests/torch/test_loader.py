@@ -21,6 +21,7 @@ import payload.torch as pt
 from payload import (
     PayloadMissingError,
     PayloadTruncatedError,
+    Ragged,
     Resolver,
     Sample,
     Segment,
@@ -275,6 +276,32 @@ def test_a_loader_that_pins_copies_nothing_that_was_read_into_pinned_memory(
             assert [int(rows.sum()) for rows in loader] == [120, 180]
             assert sum(copied) == more
             assert resolver.stats().bytes_copied == (300 if asked else 0)
+
+
+def test_ragged_rows_go_through_a_loader_jagged_and_padded(tmp_path: Path) -> None:
+    mask = Ragged.from_lists([[7, 8], [9], [], [1, 2, 3]])
+    [segment] = Writer(tmp_path / "root").write({"sampling_mask": (2, mask)})
+    (tmp_path / "items").write_bytes(msgspec.msgpack.encode([[segment]] * 2))
+    functions = """
+        def read(resolver, segments):
+            rows = resolver.ragged(segments, "sampling_mask", 1, 6)
+            return payload.torch.as_nested(rows), payload.torch.as_padded(rows, -1)
+    """
+    code = """
+        import json
+        items = msgspec.msgpack.decode(Path("items").read_bytes())
+        bound = partial(read, Resolver("root"))
+        workers = {"num_workers": 1, "multiprocessing_context": "spawn"}
+        found = []
+        for nested, padded in DataLoader(items, batch_size=None, collate_fn=bound, **workers):
+            found.append(([row.tolist() for row in nested.unbind()], padded.tolist()))
+            nested.values().zero_()
+            padded.zero_()
+        print(json.dumps(found))
+    """
+    found = run(tmp_path, code, functions=functions)
+    rows = [[], [7, 8], [9], [], [1, 2, 3]]
+    assert found == [[rows, [(row + [-1] * 3)[:3] for row in rows]]] * 2
 
 
 @pytest.mark.parametrize("context", ["spawn", "fork"])
