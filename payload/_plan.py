@@ -136,8 +136,8 @@ def _overlapping(segments: Sequence[Segment], lo: int, hi: int) -> list[Piece]:
     return found
 
 
-def layer_ids(layers: Any, num_layers: Any) -> tuple[int, ...] | None:
-    """Return the layers to read, None for all.
+def layers_of(layers: Any, num_layers: Any) -> tuple[tuple[int, ...] | None, int]:
+    """Return the layers to read, None for all, and how many there are.
 
     Raises
     ------
@@ -145,8 +145,6 @@ def layer_ids(layers: Any, num_layers: Any) -> tuple[int, ...] | None:
         The caller's mistake: no `num_layers`, a layer that is not one of them, or one named twice.
     """
     if num_layers is None:
-        if layers is None:
-            return None
         raise ValueError(
             "layers needs num_layers, how many layers the model has, dense ones included: of ids "
             "alone nobody can tell whether the array has a slot for each of them"
@@ -155,7 +153,7 @@ def layer_ids(layers: Any, num_layers: Any) -> tuple[int, ...] | None:
     if count < 1:
         raise ValueError(f"num_layers is {count}: needs at least 1")
     if layers is None:
-        return None
+        return None, count
     asked = list(layers)
     if any(isinstance(layer, bool) for layer in asked):
         raise TypeError("layers has booleans: needs layer ids")
@@ -170,7 +168,7 @@ def layer_ids(layers: Any, num_layers: Any) -> tuple[int, ...] | None:
         raise ValueError(
             f"layers has {len(ids)} ids, {len(set(ids))} of them different: {twice} twice"
         )
-    return None if ids == tuple(range(count)) else ids
+    return None if ids == tuple(range(count)) else ids, count
 
 
 def check_layers(field: str, kinds: Iterable[Kind], num_layers: int) -> None:

@@ -76,7 +76,10 @@ class _Place(NamedTuple):
 
     out: Array | None = None
     new: New = np.empty
-    view: Literal["shared", "private", "never"] = "shared"
+    view: Literal["shared", "private", "never"] = "never"
+
+
+_VIEWED = _Place(view="shared")
 
 
 class Resolver:
@@ -223,7 +226,7 @@ class Resolver:
         return self._view(segment)
 
     def _view(
-        self, segment: Segment, deadline: Deadline | None = None, *, private: bool = False
+        self, segment: Segment, deadline: Deadline | None = None, private: bool = False
     ) -> Array:
         """As `view`; a private one has a copy-on-write map of its own, and is writable."""
         self._check_open()
@@ -435,7 +438,7 @@ class Resolver:
         >>> rows[:, 0].tolist()
         [[0, 0], [7, 7], [7, 7]]
         """
-        place = _Place(out)
+        place = _VIEWED if out is None else _Place(out)
         return self._placed(
             segments, field, lo, hi, fill, holes, extent, dtype, layers, num_layers, place
         )
@@ -458,8 +461,9 @@ class Resolver:
         self._check_open()
         decoded = self._decode(segments)
         lo, hi = window(lo, hi)
-        ids = _plan.layer_ids(layers, num_layers)
-        slots = None if num_layers is None else operator.index(num_layers)
+        ids = slots = None
+        if layers is not None or num_layers is not None:
+            ids, slots = _plan.layers_of(layers, num_layers)
         with _naming(self._files, decoded, field):
             return self._window(
                 decoded, field, lo, hi, fill, holes, extent, dtype, ids, slots, place, Deadline()
@@ -501,19 +505,17 @@ class Resolver:
         target = _target(field, kinds, known, dtype)
         narrower = any(other != shape for _, other in kinds)
         filling = self._fill(field, known, fill, target, needed=holes_left or narrower)
-        runs = _plan.runs(layers or ())
-        viewed = place.out is None and place.view != "never" and (layers is None or len(runs) == 1)
-        if viewed and len(found) == 1 and found[0][1:] == (lo, hi):
+        if place.view != "never" and len(found) == 1 and found[0][1:] == (lo, hi):
             segment = wanted[found[0][0]]
-            if (
-                segment.shape == shape
-                and NUMPY[segment.dtype] == target
-                # Where views are read first, other layers would be read too.
-                and (layers is None or self._files.maps_unread(segment.file))
-            ):
+            if segment.shape == shape and NUMPY[segment.dtype] == target:
                 private = place.view == "private"
-                view = self._view(_plan.cut(segment, lo, hi), deadline, private=private)
-                return view if layers is None else view[:, _slice_of(runs[0])]
+                part = _plan.cut(segment, lo, hi)
+                if layers is None:  # of one file, so that nothing was waited for before
+                    return self._view(part, deadline, private) if private else self.view(part)
+                runs = _plan.runs(layers)
+                # Where views are read first, other layers would be read too.
+                if len(runs) == 1 and self._files.maps_unread(segment.file):
+                    return self._view(part, deadline, private)[:, _slice_of(runs[0])]
         if layers is not None:
             shape = (len(layers), *shape[1:])
         result = self._result(field, (hi - lo, *shape), target, place)

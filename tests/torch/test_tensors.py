@@ -184,7 +184,7 @@ def test_a_window_is_what_the_model_says(drawn, bounds) -> None:
             out = torch.zeros(want.shape, dtype=got.dtype)
             pt.window(resolver, segments, NAME, lo, hi, fill=1, holes="any", out=out)
             equal(out, want)
-            with pytest.MonkeyPatch.context() as patch:
+            with pytest.MonkeyPatch.context() as patch:  # as in a worker
                 patch.setattr(pt, "get_worker_info", object)
                 shared = pt.window(resolver, segments, NAME, lo, hi, fill=1, holes="any")
                 assert shared.is_shared()
