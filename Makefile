@@ -14,8 +14,8 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not slow"
 
-# Tensors and dataloaders, in an environment of its own. Where pip's index offers a CUDA build only,
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
+# Tensors and dataloaders, in an environment of its own. Where the index of pip has CUDA builds only,
+# PIP_EXTRA_INDEX_URL may name one of CPU builds, which are smaller.
 torch-test: $(TORCH)/.ready
 	$(TORCH)/bin/mypy --cache-dir $(TORCH)/.mypy_cache
 	$(TORCH)/bin/python -m pytest tests/torch payload/torch.py
