@@ -4,13 +4,26 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test hostile engine-test test-all test-floors check format lint types packaging bench clean
+TORCH ?= .venv-torch
+
+.PHONY: demo test torch-test engine-test hostile test-all test-floors check format lint types packaging bench clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not slow"
+
+# Tensors and dataloaders, in an environment of its own. Where pip's index offers a CUDA build only,
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
+torch-test: $(TORCH)/.ready
+	$(TORCH)/bin/mypy --cache-dir $(TORCH)/.mypy_cache
+	$(TORCH)/bin/python -m pytest tests/torch payload/torch.py
+
+$(TORCH)/.ready: pyproject.toml
+	$(MAKE) $(TORCH)/.dev VENV=$(TORCH) READY=$(TORCH)/.dev
+	$(TORCH)/bin/python -m pip install -q "torch==2.13.*"
+	touch $@
 
 # Every Python that is here, each in an environment of its own.
 test-all:

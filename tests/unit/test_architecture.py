@@ -12,7 +12,7 @@ FLOORS = [
     {"segment", "fields", "ragged", "_cast", "_threads", "_refusals"},
     {"_plan", "_files", "_verify", "_gather", "_csr", "format"},
     {"resolver", "writer", "retention"},
-    {"inline", "packing"},
+    {"inline", "packing", "torch"},
     {"testing", "cli", "_examine", "_doctor", "vllm", "__main__", "__init__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
