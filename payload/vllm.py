@@ -31,6 +31,8 @@ from .ragged import Ragged
 from .segment import Segment, encode_segments
 from .writer import Writer
 
+__all__ = ["Plugin", "attach", "stats"]
+
 # Beneath "vllm", where the engine's own handlers and levels apply.
 _log = logging.getLogger("vllm.byhandle")
 _Serving = TypeVar("_Serving")
