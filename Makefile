@@ -48,7 +48,7 @@ engine-test: $(ENGINES:%=.venv-engine-%/.ready)
 	done
 
 # Its own settings: the engine's packages warn, and our test double is not there.
-ENGINE_PYTEST = --confcutdir=tests/engine --durations=5 --timeout=600 \
+ENGINE_PYTEST = --confcutdir=tests/engine --durations=5 --timeout=900 \
   -o addopts="--import-mode=importlib -ra" -o filterwarnings=default
 
 .venv-engine-%/.ready: pyproject.toml tests/engine/constraints-%.txt tests/engine/make_tiny_moe.py

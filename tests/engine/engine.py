@@ -70,7 +70,7 @@ def running(model: Path, root: Path, log: Path, *flags: str) -> Iterator[Engine]
     try:
         url = f"http://127.0.0.1:{port}"
         while not _healthy(url):
-            if process.poll() is not None or time.monotonic() - began > 300:
+            if process.poll() is not None or time.monotonic() - began > 600:
                 raise RuntimeError(f"vLLM did not start:\n{log.read_text()[-6000:]}")
             time.sleep(0.5)
         print(f"\nvLLM {VERSION}: {model.name} up after {time.monotonic() - began:.0f} s")
