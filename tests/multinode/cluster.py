@@ -102,6 +102,14 @@ class Process:
     def kill(self) -> None:
         self.directory.with_suffix(".kill").touch()
 
+    def end(self) -> None:
+        """Kill it, and wait until what it held is free."""
+        self.kill()
+        deadline = time.monotonic() + 20
+        while self.ended() is None:
+            assert time.monotonic() < deadline, "a process does not end"
+            time.sleep(POLL)
+
 
 class Node:
     """Where processes of a test start; `alive` says why it no longer answers, or nothing."""
@@ -110,7 +118,6 @@ class Node:
         self, directory: Path, alive: Callable[[], str | None], host: str = "127.0.0.1"
     ) -> None:
         self.directory, self.alive, self.host = directory, alive, host
-        self.clock = 0.0  # s it is ahead of this machine's
         self._mine: list[Process] = []
 
     def check(self) -> None:
@@ -131,6 +138,16 @@ class Node:
         directory.with_suffix(".start").touch()
         self._mine.append(Process(self, directory))
         return self._mine[-1]
+
+    def clock(self) -> float:
+        """Seconds its clock is ahead of this machine's, to a few milliseconds."""
+        process, least, most = self.start(), -1e9, 1e9
+        for _ in range(40):
+            before = time.time()
+            at = process.tell("nothing").at
+            least, most = max(least, at - time.time()), min(most, at - before)
+        print(f"\n{self.directory.name}: clock {1e3 * least:+.1f} to {1e3 * most:+.1f} ms")
+        return (least + most) / 2
 
     def end_all(self) -> None:
         for process in self._mine:

@@ -39,13 +39,10 @@ class Cluster:
         self.lab.up()
         for name in self.lab.nodes():
             self._start(name)
-        for name, node in self.nodes.items():
+        for node in self.nodes.values():
             node.wait_ready()
-            if name != SERVER:
-                node.clock = node.start().ask("clock", directory="/run/lab/ctl/sync")
         took = time.monotonic() - began
-        clocks = {name: f"{1e3 * node.clock:+.1f} ms" for name, node in self.nodes.items()}
-        print(f"\n{len(self.nodes)} nodes are up in {took:.1f} s, clocks {clocks}")
+        print(f"\n{len(self.nodes)} nodes are up in {took:.1f} s")
 
     def _start(self, name: str) -> None:
         # In the folder that a node shares with this machine; a new one, as nodes are booted anew.

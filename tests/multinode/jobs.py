@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx2
+import msgspec
 import numpy as np
 import xxhash
 
@@ -62,8 +63,8 @@ def requests(mount: str) -> dict[str, int]:
 
 def run(code: str) -> Any:
     """Run statements; what they assign to `answer` is returned."""
-    names: dict[str, Any] = {"HELD": HELD}
-    exec(code, globals() | names, names)
+    names: dict[str, Any] = dict(globals())
+    exec(code, names)
     return names.get("answer")
 
 
@@ -111,8 +112,10 @@ def write(
     return encode_segments(Writer(root, **options).write(arrays, payload_dir=payload_dir), "array")
 
 
-def write_many(root: str, seed: int, files: int, count: int, **more: Any) -> list[list[Any]]:
-    return [write(root, seed + i, count, pos=i * count, **more)[0] for i in range(files)]
+def write_many(
+    root: str, seed: int, files: int, count: int, pos: int = 0, **more: Any
+) -> list[list[Any]]:
+    return [write(root, seed + i, count, pos=pos + i * count, **more)[0] for i in range(files)]
 
 
 def write_later(root: str, name: str, seed: int, count: int, after: float) -> float:
@@ -200,6 +203,21 @@ def ragged(segments: list[Any], field: str, lo: int, hi: int) -> Any:
     return digest(HELD["resolver"].ragged(segments, field, lo, hi))
 
 
+def beside(blocked: list[Any], segments: list[Any], seconds: float) -> dict[str, Any]:
+    """View `segments` over and over for a while, as another thread views what blocks."""
+    resolver = HELD["resolver"]
+    other = threading.Thread(target=lambda: resolver.view(_decoded(blocked)[0]), daemon=True)
+    other.start()
+    end, reads, found = time.monotonic() + seconds, 0, []
+    while time.monotonic() < end:
+        found = [
+            digest(resolver.window([one], one.field, 0, one.rows)) for one in _decoded(segments)
+        ]
+        reads += 1
+        time.sleep(0.05)
+    return {"reads": reads, "rows": found, "still_blocked": other.is_alive()}
+
+
 def stats() -> dict[str, Any]:
     found = HELD["resolver"].stats()
     return {name: getattr(found, name) for name in found.__struct_fields__}
@@ -259,7 +277,7 @@ def pread_and_widen(reads: list[tuple[str, int, int]]) -> list[list[Any]]:
         return np.frombuffer(data, np.uint8).astype(np.int32)
 
     with ThreadPoolExecutor(32) as pool:
-        return [digest(array.astype(np.uint8)) for array in pool.map(one, reads)]
+        return [digest(array) for array in pool.map(one, reads)]
 
 
 # --- what others do to the files
@@ -298,15 +316,8 @@ def watch(directory: str, files: int, nbytes: int, timeout: float) -> dict[str, 
     return {"seen": sorted(seen), "temporary": sorted(temporary), "looks": looks}
 
 
-def clock(directory: str) -> float:
-    """Seconds this node's clock is ahead of the one that stamps files in `directory`."""
-    ahead = []
-    for i in range(9):
-        path = f"{directory}/clock{i}"
-        with open(path, "w"):
-            now = time.time()
-        ahead.append(now - os.stat(path).st_mtime)
-    return sorted(ahead)[4]
+def nothing() -> None:
+    """For its answer's time."""
 
 
 def as_user(user: int) -> None:
@@ -327,3 +338,72 @@ def _as_user() -> Iterator[None]:
     finally:
         os.seteuid(0)
         os.setegid(0)
+
+
+# --- a run at scale: messages go through a directory beside the file system under test
+
+
+def infer(root: str, queue: str, seed: int, trainers: int) -> dict[str, int]:
+    """Write responses for the version that is now, and send their segments, until told to stop."""
+    writer, chance, sent, nbytes = Writer(root), random.Random(seed), 0, 0
+    while (now := _now(queue)) is not None:
+        seed += 1
+        count = chance.randrange(50, 800)
+        arrays: dict[str, Any] = {
+            "routed_experts": (0, rows(seed, count)),
+            "sampling_mask": (count // 2, lists(seed, count - count // 2)),
+        }
+        path = f"{queue}/{seed % trainers}/v{now}-{seed}"
+        with open(path + ".part", "wb") as file:  # its version is not swept from now on
+            segments = writer.write(arrays, payload_dir=f"{root}/v{now}")
+            message = [seed, count, encode_segments(segments, "array")]
+            file.write(msgspec.json.encode(message))
+        os.rename(path + ".part", path + ".json")
+        sent += 1
+        nbytes += sum(one.nbytes or 0 for one in segments)
+        while len(os.listdir(f"{queue}/{seed % trainers}")) > 20 and _now(queue) is not None:
+            time.sleep(0.05)  # trainers are behind
+    return {"sent": sent, "bytes": nbytes}
+
+
+def train(roots: Any, queue: str, me: int, batch: int) -> dict[str, Any]:
+    """Read what is sent, as views and as windows, and compare every byte, until all is read."""
+    read, wrong = 0, []
+    with Resolver(roots) as resolver:
+        while True:
+            last = _now(queue) is None
+            names = [n for n in sorted(os.listdir(f"{queue}/{me}")) if n.endswith(".json")][:batch]
+            for name in names:
+                with open(f"{queue}/{me}/{name}", "rb") as file:
+                    seed, count, segments = msgspec.json.decode(file.read())
+                want, mask = rows(seed, count), lists(seed, count - count // 2)
+                try:
+                    found = resolver.resolve(segments)
+                    half = resolver.window(segments, "routed_experts", 0, count // 2)
+                    masks = resolver.ragged(segments, "sampling_mask", count // 2, count)
+                    right = (
+                        (found["routed_experts"][0] == want).all()
+                        and (half == want[: count // 2]).all()
+                        and digest(found["sampling_mask"][0]) == digest(mask) == digest(masks)
+                    )
+                except PayloadError as error:
+                    wrong.append(f"{name}: {error}")
+                else:
+                    if not right:
+                        wrong.append(f"{name}: other rows")
+                read += 1
+                os.unlink(f"{queue}/{me}/{name}")  # from now on its version may go
+            if not names:
+                if last and not os.path.exists(f"{queue}/writing"):
+                    break
+                time.sleep(0.02)
+        stats = {n: getattr(resolver.stats(), n) for n in ("opens", "maps", "reads", "waits")}
+    return {"read": read, "wrong": wrong[:5], **stats}
+
+
+def _now(queue: str) -> int | None:
+    """The version that is trained now; None at the end."""
+    for name in os.listdir(queue):
+        if name.startswith("now-"):
+            return int(name[4:])
+    return None

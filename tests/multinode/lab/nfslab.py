@@ -315,7 +315,7 @@ class Lab:
             "LAB_EXPORT": self.export,
             "LAB_EXPORT_SIZE": self.export_size,
             "LAB_V3": "1" if self.v3 else "0",
-            "LAB_RTT_MS": "0" if is_server else str(self.rtt_ms),
+            "LAB_RTT_MS": "0" if is_server else f"{self.rtt_ms:g}",
         }
         with open(os.path.join(d, "node.env"), "w") as f:
             f.writelines(f"export {k}='{v}'\n" for k, v in env.items())
