@@ -2,7 +2,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,31 @@ class Cluster:
         code = f"fd = os.open('{channel}', os.O_WRONLY); os.write(fd, b'{line}'); os.close(fd)"
         self.others().ask("run", code=code)
 
+    def place(self, mount: str) -> Place:
+        """A fresh directory on a mount."""
+        name = f"t{time.monotonic_ns()}"
+        self.others().ask("run", code=f"os.mkdir('{EXPORT}/{name}')")
+        written = "v4" if mount == "v4-elsewhere" else mount
+        return Place(
+            name=mount,
+            infer=self.nodes["infer"],
+            trainer=self.nodes["trainer"],
+            meddler=self.others,
+            root=f"/run/lab/{written}/{name}",
+            seen=f"/run/lab/{mount}/{name}",
+            meddled=f"{EXPORT}/{name}",
+            mount=f"/run/lab/{mount}",
+            access="copy" if mount == "v3" else "through",
+        )
+
+    def clear(self, places: Sequence[Place]) -> None:
+        """End every process of a test, and remove its directories."""
+        for node in self.nodes.values():
+            node.end_all()
+        self._others = None
+        for place in places:
+            self.others().ask("run", code=f"import shutil; shutil.rmtree({place.meddled!r})")
+
     def down(self) -> None:
         self.lab.down()
 
@@ -116,35 +141,18 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def on(cluster: Cluster) -> Iterator[Callable[..., Place]]:
+def on(cluster: Cluster) -> Iterator[Callable[[str], Place]]:
     """A fresh directory on a mount of the lab."""
-    made = []
+    made: list[Place] = []
 
-    def make(mount: str, trainer: str = "trainer") -> Place:
-        name = f"t{time.monotonic_ns()}"
-        cluster.others().ask("run", code=f"os.mkdir('{EXPORT}/{name}')")
-        made.append(name)
-        written = "v4" if mount == "v4-elsewhere" else mount
-        return Place(
-            name=mount,
-            infer=cluster.nodes["infer"],
-            trainer=cluster.nodes[trainer],
-            meddler=cluster.others,
-            root=f"/run/lab/{written}/{name}",
-            seen=f"/run/lab/{mount}/{name}",
-            meddled=f"{EXPORT}/{name}",
-            mount=f"/run/lab/{mount}",
-            access="copy" if mount == "v3" else "through",
-        )
+    def make(mount: str) -> Place:
+        made.append(cluster.place(mount))
+        return made[-1]
 
     yield make
-    for node in cluster.nodes.values():
-        node.end_all()
-    cluster._others = None
-    for name in made:
-        cluster.others().ask("run", code=f"import shutil; shutil.rmtree('{EXPORT}/{name}')")
+    cluster.clear(made)
 
 
 @pytest.fixture
-def place(on: Callable[..., Place], request: pytest.FixtureRequest) -> Place:
+def place(on: Callable[[str], Place], request: pytest.FixtureRequest) -> Place:
     return on(request.param)

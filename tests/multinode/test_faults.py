@@ -8,13 +8,17 @@ from typing import Any
 import pytest
 
 from tests.multinode import jobs
-from tests.multinode.cluster import Place, Process, rows
+from tests.multinode.cluster import Place, rows
 from tests.multinode.conftest import ALL_SQUASH, ROOT_SQUASH, Cluster
+from tests.multinode.lab.nfslab import SERVER
 
-pytestmark = [pytest.mark.multinode, pytest.mark.slow]
+pytestmark = [pytest.mark.multinode, pytest.mark.slow, pytest.mark.timeout(200)]
+both_versions = pytest.mark.parametrize("mount", ["v4", "v3"])
 
 FIELD = "routed_experts"
 COUNT = 500
+FILES = 200
+FORCED = "/run/lab/forced"
 WAIT = 0.5
 # A boot, and the grace period in which clients reclaim what they had open.
 RECOVERY = 60
@@ -32,105 +36,137 @@ def name_of(segment: list[Any]) -> str:
     return segment[1].rpartition("/")[2]
 
 
-@pytest.fixture
-def powered(cluster: Cluster) -> Iterator[Cluster]:
-    """Power that is back after the test, however it ends."""
-    yield cluster
-    if not cluster.lab.alive("server"):
-        cluster.power_up()
+@pytest.fixture(scope="module")
+def outage(cluster: Cluster) -> Iterator[dict[Any, Any]]:
+    """One power cut for several tests: what was begun before it, asked meanwhile, and came after."""
+    places = {mount: cluster.place(mount) for mount in ("v4", "v3")}
+    try:
+        yield cut(cluster, places)
+    finally:
+        if not cluster.lab.alive(SERVER):
+            cluster.power_up()
+        cluster.clear(list(places.values()))
 
 
-def test_a_power_cut_in_the_middle_of_a_batch_blocks_and_then_all_is_right(
-    powered: Cluster, on: Callable[..., Place]
-) -> None:
-    """A hard mount blocks in the kernel, beyond `wait`; other files' reads go on."""
-    places = {mount: on(mount) for mount in ("v4", "v3")}
-    files, batches, pending, blocked, readers = 200, {}, {}, {}, {}
-    want = jobs.digest(jobs.np.concatenate([jobs.rows(1 + i, 64) for i in range(files)]))
+def cut(cluster: Cluster, places: dict[str, Place]) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    batches, both, views, pending = {}, {}, {}, {}
     for mount, place in places.items():
-        written = place.writer().ask("write_many", root=place.root, seed=1, files=files, count=64)
-        window = {"segments": written, "field": FIELD, "lo": 0, "hi": 64 * files}
+        writer = place.writer()
+        written = writer.ask("write_many", root=place.root, seed=1, files=FILES, count=64)
         reader = place.reader(wait=1.0)
         reader.ask("run", code=SLOWLY.replace("0.02", "0.2"))
+        batches[mount] = reader, written
         # One resolver with a root of this node besides, read by another thread while one blocks.
-        both = place.trainer.start()
-        both.ask("run", code="os.makedirs('/run/tmp/local', exist_ok=True)")
-        mine = both.ask("write", root="/run/tmp/local", seed=7, count=COUNT)
-        both.ask("resolver", roots=[place.seen, "/run/tmp/local"], wait=1.0)
-        readers[mount] = both, mine, written
-        batches[mount] = reader, window
-    for mount, (reader, window) in batches.items():
-        pending[mount] = reader.begin("window", **window)
+        process = place.trainer.start()
+        process.ask("run", code="os.makedirs('/run/tmp/local', exist_ok=True)")
+        mine = process.ask("write", root="/run/tmp/local", seed=7, count=COUNT)
+        process.ask("resolver", roots=[place.seen, "/run/tmp/local"], wait=1.0)
+        both[mount] = process, [as_seen(place, written[-1])], mine
+        # Half of the rows of a file that will be unlinked, of one renamed over, of one that stays.
+        files = [writer.ask("write", root=place.root, seed=i, count=COUNT)[0] for i in range(4)]
+        halves = [[*one[:4], COUNT // 2, *one[5:]] for one in files[:3]]
+        reader = place.reader(wait=WAIT)
+        reader.tell("view", segments=halves, touch=False).right(None)
+        gone, over, _, other = (f"f'{{root}}/v0/{name_of(one)}'" for one in files)
+        # Synced: done before the cut, not only said.
+        place.meddle(f"os.unlink({gone}); os.replace({other}, {over}); os.sync()")
+        views[mount] = reader, files
+    cluster.lab.mount("trainer", FORCED, "4.2", "nosharecache")
+    roots = {places["v4"].root: {"directory": places["v4"].root.replace("/run/lab/v4", FORCED)}}
+    forced = places["v4"].trainer.start()
+    forced.ask("resolver", roots=roots, wait=1.0)
+
+    for mount, (reader, written) in batches.items():
+        window = {"segments": written, "field": FIELD, "lo": 0, "hi": 64 * FILES}
+        pending["batch", mount] = reader.begin("window", **window)
     time.sleep(0.5)
-    assert not any(one.done() for one in pending.values()), "the batch was over too early"
-    powered.cut_power()
-    down = time.monotonic()
+    found["early"] = [one.done() for one in pending.values()]
+    cluster.cut_power()
+    began = time.monotonic()
     for mount, place in places.items():
-        both, mine, written = readers[mount]
-        blocked[mount] = place.writer().begin("write", root=place.root, seed=900, count=COUNT)
-        answer = both.tell(
-            "beside",
-            blocked=[name_of_place(place, written[-1])],
-            segments=mine,
-            seconds=2.5,
+        pending["write", mount] = place.writer().begin(
+            "write", root=place.root, seed=900, count=COUNT
         )
-        assert answer.value["still_blocked"], "nothing blocked: the server was not down"
-        assert answer.value["rows"] == [rows(7, COUNT)]
-        print(f"\n{mount}: {answer.value['reads']} reads of another root while one blocked")
-        assert answer.value["reads"] >= 10
-    assert not any(one.done() for one in blocked.values())
-    powered.power_up()
+    looking = forced.begin("view", segments=batches["v4"][1][:1])
+    for mount, (process, blocked, mine) in both.items():
+        found["beside", mount] = process.ask("beside", blocked=blocked, segments=mine, seconds=2.0)
+    found["still"] = [one.done() for one in [*pending.values(), looking]]
+    cluster.lab.run("trainer", ["umount", "-f", FORCED], timeout=30)  # says that it is busy
+    found["forced"] = looking.wait(20)
+    forced.kill()
+    cluster.lab.run("trainer", ["umount", "-l", FORCED], timeout=30)
+    cluster.power_up()
+
+    for key, one in pending.items():
+        found[key] = one.wait(RECOVERY)
+    print(f"\nall went on {time.monotonic() - began:.1f} s after the cut")
     for mount, place in places.items():
-        pending[mount].wait(RECOVERY).right(want)
-        answer = blocked[mount].wait(RECOVERY)
-        assert answer.error is None, answer.message
-        place.reader().tell("view", segments=answer.value, timeout=RECOVERY).right(
-            [rows(900, COUNT)]
-        )
-    print(f"all went on {time.monotonic() - down:.1f} s after the cut")
+        segments = found["write", mount].value
+        found["written", mount] = place.reader().tell("view", segments=segments)
+        reader, files = views[mount]
+        found["look", mount] = reader.tell("look", timeout=RECOVERY)
+        found["files", mount] = [reader.tell("view", segments=[one]) for one in files[:3]]
+    return found
 
 
-def name_of_place(place: Place, segment: list[Any]) -> list[Any]:
+def as_seen(place: Place, segment: list[Any]) -> list[Any]:
     there = [*segment]
     there[1] = place.seen + segment[1][len(place.root) :]
     return there
 
 
-def test_files_gone_over_a_power_cut_are_missing_and_what_was_viewed_stays(
-    powered: Cluster, on: Callable[..., Place]
+@both_versions
+def test_a_power_cut_in_the_middle_of_a_batch_blocks_and_then_all_is_right(
+    mount: str, outage: dict[Any, Any]
 ) -> None:
-    places = {mount: on(mount) for mount in ("v4", "v3")}
-    held: dict[str, tuple[Process, list[list[Any]]]] = {}
-    for mount, place in places.items():
-        segments = [
-            place.writer().ask("write", root=place.root, seed=i, count=COUNT)[0] for i in range(4)
-        ]
-        reader = place.reader(wait=WAIT)
-        first = [[*one] for one in segments[:3]]
-        for one in first:
-            one[4] = 250  # half of the rows
-        reader.tell("view", segments=first, touch=False).right(None)
-        place.meddle(
-            f"os.unlink(f'{{root}}/v0/{name_of(segments[0])}')\n"
-            f"os.replace(f'{{root}}/v0/{name_of(segments[3])}', f'{{root}}/v0/{name_of(segments[1])}')\n"
-            "os.sync()  # done before the cut, not only said"
-        )
-        held[mount] = reader, segments
-    powered.cut_power()
-    powered.power_up()
-    for mount, (reader, segments) in held.items():
-        # Unlinked, replaced, and as it was: read once, so served from the cache or from a copy.
-        reader.tell("look", timeout=RECOVERY).right([rows(i, COUNT, 0, 250) for i in range(3)])
-        gone = reader.tell("view", segments=[segments[0]], timeout=RECOVERY)
-        assert (gone.error, gone.reason) == ("PayloadMissingError", "missing"), gone
-        gone = reader.tell("view", segments=[segments[0]])
-        gone.refused("PayloadMissingError", "missing", WAIT + 1.5)
-        reader.tell("view", segments=[segments[1]]).right([rows(3, COUNT)])
-        reader.tell("view", segments=[segments[2]]).right([rows(2, COUNT)])
-        print(f"\n{mount}: the first call took what the server needed to come back")
+    """A hard mount blocks in the kernel, longer than `wait`."""
+    assert not any(outage["early"]), "the batch was over before the cut"
+    assert not any(outage["still"]), "nothing blocked: the server was not down"
+    want = jobs.np.concatenate([jobs.rows(1 + i, 64) for i in range(FILES)])
+    outage["batch", mount].right(jobs.digest(want))
+    assert outage["batch", mount].seconds > 2.0
 
 
-@pytest.mark.parametrize("mount", ["v4", "v3"])
+@both_versions
+def test_files_of_other_roots_are_read_while_a_hard_mount_blocks(
+    mount: str, outage: dict[Any, Any]
+) -> None:
+    beside = outage["beside", mount]
+    print(f"\n{mount}: {beside['reads']} reads in 2 s")
+    assert beside["still_blocked"]
+    assert beside["rows"] == [rows(7, COUNT)]
+    assert beside["reads"] >= 5
+
+
+@both_versions
+def test_a_file_written_during_a_power_cut_is_whole_afterwards(
+    mount: str, outage: dict[Any, Any]
+) -> None:
+    assert outage["write", mount].error is None, outage["write", mount].message
+    outage["written", mount].right([rows(900, COUNT)])
+
+
+@both_versions
+def test_files_unlinked_or_renamed_over_before_a_power_cut_end_no_process(
+    mount: str, outage: dict[Any, Any]
+) -> None:
+    """What was viewed was read once, so it comes from the cache or is a copy; the rest is missing."""
+    outage["look", mount].right([rows(i, COUNT, 0, COUNT // 2) for i in range(3)])
+    unlinked, replaced, kept = outage["files", mount]
+    unlinked.refused("PayloadMissingError", "missing", WAIT + 1.5)
+    replaced.right([rows(3, COUNT)])
+    kept.right([rows(2, COUNT)])
+
+
+def test_a_forced_umount_ends_what_blocks_with_a_typed_error(outage: dict[Any, Any]) -> None:
+    answer = outage["forced"]
+    print(f"\n{answer.message}")
+    assert answer.ended is None
+    assert (answer.error, answer.reason) == ("PayloadError", "io")
+
+
+@both_versions
 def test_a_file_unlinked_in_the_middle_of_a_read_is_right_or_missing(
     mount: str, on: Callable[..., Place]
 ) -> None:
@@ -201,7 +237,7 @@ def test_what_a_raw_view_still_risks_and_a_copy_and_checksums_do_not(
     assert outcomes["v4", "truncate"] in ("SIGBUS", "zeros in silence")
 
 
-@pytest.mark.parametrize("mount", ["v4", "v3"])
+@both_versions
 @pytest.mark.parametrize("flags", [ROOT_SQUASH, ALL_SQUASH])
 def test_a_squashed_user_is_told_which_permission_is_missing(
     flags: int, mount: str, cluster: Cluster, on: Callable[..., Place]
@@ -240,31 +276,6 @@ def test_a_sweep_on_the_node_that_views_is_pending_until_the_views_are_gone(
     reader.end()
     report = sweeper.ask("remove_before", root=place.seen, keep_from=2)
     assert (report["removed"], report["pending"]) == ([f"{place.seen}/v1"], {})
-
-
-def test_a_forced_umount_ends_what_blocks_with_a_typed_error(
-    powered: Cluster, on: Callable[..., Place]
-) -> None:
-    place = on("v4")
-    segments = place.writer().ask("write", root=place.root, seed=1, count=COUNT)
-    lab, mounted = powered.lab, "/run/lab/forced"
-    lab.mount("trainer", mounted, "4.2", "nosharecache")
-    reader = place.trainer.start()
-    directory = place.root.replace("/run/lab/v4", mounted)
-    reader.ask("resolver", roots={place.root: {"directory": directory}}, wait=1.0)
-    powered.cut_power()
-    looking = reader.begin("view", segments=segments)
-    time.sleep(2.5)
-    assert not looking.done(), "a hard mount blocks while the server is away"
-    forced = lab.run("trainer", ["umount", "-f", mounted], timeout=30)
-    answer = looking.wait(20)
-    print(f"\numount -f: {forced.rc} {forced.err.strip()!r}; the call: {answer}")
-    assert answer.ended is None
-    assert answer.error is not None
-    lab.run("trainer", ["umount", "-l", mounted], timeout=30)
-    reader.kill()
-    powered.power_up()
-    place.reader().tell("view", segments=segments, timeout=RECOVERY).right([rows(1, COUNT)])
 
 
 def test_the_first_to_read_on_a_node_pays_for_the_pages(on: Callable[..., Place]) -> None:
