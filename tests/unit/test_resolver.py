@@ -1,3 +1,4 @@
+import errno
 import gc
 import mmap
 import os
@@ -532,3 +533,29 @@ def test_resolve_asks_a_network_root_for_many_files_at_once(
         resolver.resolve(missing)
     assert caught.value.index == 0
     assert time.monotonic() - began < 2
+
+
+def test_a_name_that_a_client_takes_for_missing_until_it_lists_is_seen(
+    written: Segment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an NFS client does where the name came in the same tick of the server's clock as the look."""
+    listed: list[Any] = []
+    real_open, real_scandir = os.open, os.scandir
+
+    def open_(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith(".safetensors") and not listed:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real_open(path, *args, **kwargs)
+
+    def scandir(directory: Any) -> Any:
+        listed.append(directory)
+        return real_scandir(directory)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "scandir", scandir)
+    with Resolver({str(tmp_path): {"directory": tmp_path, "type": "nfs"}}) as resolver:
+        began = time.monotonic()
+        np.testing.assert_array_equal(resolver.view(written), ROWS)
+        assert time.monotonic() - began < 2
+        assert len(listed) == 1  # once while the directory stands still
+        assert resolver.stats().waits > 1  # and not at the first look
