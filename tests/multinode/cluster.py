@@ -6,6 +6,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,9 @@ class Node:
         self._mine.append(Process(self, directory))
         return self._mine[-1]
 
+    @cached_property
     def clock(self) -> float:
-        """Seconds its clock is ahead of this machine's, to a few milliseconds."""
+        """Seconds its clock is ahead of this machine's, to a few milliseconds; it stays so."""
         process, least, most = self.start(), -1e9, 1e9
         for _ in range(40):
             before = time.time()

@@ -15,7 +15,14 @@ import time
 import jobs
 import msgspec
 
-POLL = 0.005
+POLL, LAST_POLL = 0.004, 0.05  # s; many processes wait for long, and each look costs the node
+
+
+def pause(idle: float) -> float:
+    """Wait a little, longer after a long time without work; return how long nothing came."""
+    for_ = min(LAST_POLL, POLL + idle / 20)
+    time.sleep(for_)
+    return idle + for_
 
 
 def publish(path: str, answer: object) -> None:
@@ -33,24 +40,28 @@ def take(path: str) -> bytes:
 
 def follow(directory: str, parent: int) -> None:
     """Carry out the calls of one process, in order, until its node ends."""
+    idle = 0.0
     while os.getppid() == parent:
         for name in sorted(os.listdir(directory)):
             if name.endswith(".call"):
                 path = f"{directory}/{name}"
                 answer = jobs.call(*msgspec.json.decode(take(path)))
                 publish(path.replace(".call", ".done"), answer)
-        time.sleep(POLL)
+                idle = 0.0
+        idle = pause(idle)
 
 
 def main(directory: str) -> None:
     here = os.getpid()
     running: dict[int, str] = {}
     publish(f"{directory}/ready", here)
+    idle = 0.0
     while True:
         for name in sorted(os.listdir(directory)):
             one = f"{directory}/{name.partition('.')[0]}"
             if name.endswith(".start"):
                 take(f"{directory}/{name}")
+                idle = 0.0
                 child = os.fork()
                 if not child:
                     try:
@@ -68,7 +79,7 @@ def main(directory: str) -> None:
             if not pid:
                 break
             publish(f"{running.pop(pid)}.exit", os.waitstatus_to_exitcode(status))
-        time.sleep(POLL)
+        idle = pause(idle)
 
 
 if __name__ == "__main__":

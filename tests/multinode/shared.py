@@ -51,7 +51,7 @@ def test_a_late_name_is_seen_in_under_50_ms(place: Place) -> None:
     writer, reader = place.writer(), place.reader(wait=20)
     [known] = decode_segments(writer.ask("write", root=place.root, seed=0, count=COUNT))
     reader.ask("view", segments=encode_segments([known], "array"))  # what a first call costs
-    ahead = place.trainer.clock() - place.infer.clock()
+    ahead = place.trainer.clock - place.infer.clock
     with printed_times(f"{place.name}: a late name") as times:
         for seed in range(1, 8):
             name = uuid.uuid4().hex
