@@ -30,7 +30,7 @@ hostile: $(READY)
 # Root and the Debian packages; skipped, with the reason, where nodes cannot boot.
 multinode-test: $(READY)
 	@tests/multinode/lab/install.sh
-	$(BIN)/python -m pytest -s -m multinode tests/multinode
+	$(BIN)/python -m pytest -s --durations=12 -m multinode tests/multinode
 
 # The oldest dependencies pyproject.toml allows.
 test-floors:

@@ -13,7 +13,7 @@ from tests.multinode.cluster import Place, printed_times, rows
 
 COUNT = 500  # rows of 384 bytes
 WAIT = 0.5  # s, where a file is known not to come
-GRACE = 1.5  # s a call may take beyond `wait`
+GRACE = 4.0  # s a call may take beyond `wait`: about one, and these nodes are slow
 FIELD = "routed_experts"
 
 
@@ -98,7 +98,7 @@ def test_temporary_and_half_written_names_are_never_visible(place: Place) -> Non
     [known] = decode_segments([written[0]])
     hidden = encode_segments([named(known, f"{place.root}/v1/{name}")], "array")
     reader = place.reader(wait=WAIT)
-    reader.tell("view", segments=hidden).refused("PathError", "unpublished", WAIT)
+    reader.tell("view", segments=hidden).refused("PathError", "unpublished", GRACE)
 
 
 def test_a_file_others_write_in_place_is_never_taken_for_whole(place: Place) -> None:
@@ -343,7 +343,7 @@ def test_a_file_another_user_may_not_read_says_so(place: Place, other_user: int)
     reader.ask("resolver", roots=place.roots(), wait=WAIT)
     reader.tell("view", segments=public).right([rows(91, COUNT)])
     answer = reader.tell("view", segments=private)
-    answer.refused("PayloadError", "permission", WAIT)
+    answer.refused("PayloadError", "permission", GRACE)
     assert f"for user {other_user}" in answer.message
 
 
