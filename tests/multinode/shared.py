@@ -15,6 +15,7 @@ COUNT = 500  # rows of 384 bytes
 WAIT = 0.5  # s, where a file is known not to come
 GRACE = 4.0  # s a call may take beyond `wait`: about one, and these nodes are slow
 FIELD = "routed_experts"
+LISTED = "answer = sorted(os.listdir(f'{root}/v1')) if os.path.isdir(f'{root}/v1') else []"
 
 
 def test_what_a_writer_returned_is_right_at_the_first_open(place: Place) -> None:
@@ -263,14 +264,18 @@ def test_a_killed_writer_leaves_whole_files_or_none(place: Place) -> None:
         writing = writer.begin(
             "write_many", root=place.root, seed=70, files=1000, count=20_000, payload_dir="v1"
         )
-        time.sleep(0.4 + 0.15 * round_)
+        before, deadline = place.meddle(LISTED), time.monotonic() + 20
+        while place.meddle(LISTED) == before:  # until it is in the middle of a file
+            assert time.monotonic() < deadline
+        time.sleep(0.03 * round_)
         writer.kill()
         assert writing.wait().ended == -9
     reader = place.reader(verify="checksum", wait=WAIT)
     [known] = decode_segments(
         place.writer().ask("write", root=place.root, seed=70, count=20_000, payload_dir="v2")
     )
-    names = place.meddle("answer = os.listdir(f'{root}/v1') if os.path.isdir(f'{root}/v1') else []")
+    names = place.meddle(LISTED)
+    assert names
     whole = [name for name in names if not name.startswith(".")]
     print(f"\n{place.name}: {len(whole)} whole files, {len(names) - len(whole)} leftovers")
     for name in whole:
