@@ -15,7 +15,7 @@ import time
 import jobs
 import msgspec
 
-POLL, LAST_POLL = 0.004, 0.05  # s; many processes wait for long, and each look costs the node
+POLL, LAST_POLL = 0.004, 0.025  # s; many processes wait for long, and each look costs the node
 
 
 def pause(idle: float) -> float:

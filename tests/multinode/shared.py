@@ -145,7 +145,7 @@ def test_a_file_others_write_in_place_is_never_taken_for_whole(place: Place) -> 
 def test_a_file_others_rewrite_is_old_or_new_or_an_error(place: Place) -> None:
     """In place and of the same size: a client may show old bytes for seconds; never half of each."""
     writer, seen = place.writer(), []
-    for round_ in range(5):
+    for round_ in range(3):
         old, new = 100 + round_, 200 + round_
         [segment] = writer.ask("write", root=place.root, seed=old, count=COUNT)
         [other] = writer.ask("write", root=place.root, seed=new, count=COUNT)
@@ -172,7 +172,7 @@ def test_a_file_others_rewrite_is_old_or_new_or_an_error(place: Place) -> None:
 
 def test_a_name_others_renamed_over_is_new_when_opened_anew(place: Place) -> None:
     writer = place.writer()
-    for round_ in range(5):
+    for round_ in range(3):
         old, new = 300 + round_, 400 + round_
         [segment] = writer.ask("write", root=place.root, seed=old, count=COUNT)
         [other] = writer.ask("write", root=place.root, seed=new, count=COUNT)
