@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 
 TORCH ?= .venv-torch
 
-.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench clean engine-test
+.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench clean engine-test multinode-test
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -71,6 +71,12 @@ ENGINE_PYTEST = --confcutdir=tests/engine --durations=5 --timeout=900 \
 	$(@D)/bin/python tests/engine/make_tiny_moe.py $(@D)/models/tiny-320 \
 	  --experts 320 --top-k 8 --layers 4 --dense-layers 1
 	touch $@
+
+# Four nodes, each a kernel of its own, and real NFS between them, on one machine; about 4 minutes.
+# Root and the Debian packages; skipped, with the reason, where nodes cannot boot.
+multinode-test: $(READY)
+	@tests/multinode/lab/install.sh
+	$(BIN)/python -m pytest -s --durations=12 -m multinode tests/multinode
 
 # The oldest dependencies pyproject.toml allows.
 test-floors:
