@@ -15,17 +15,19 @@ import asyncio
 import inspect
 import logging
 import os
+import tempfile
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from functools import lru_cache
 from itertools import takewhile
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from ._gather import Array
-from .errors import InlineError, PayloadError
+from .errors import InlineError, PathError, PayloadError
 from .inline import anchored, decode_sampling_mask, decode_sampling_mask_logprobs
 from .ragged import Ragged
 from .segment import Segment, encode_segments
@@ -45,8 +47,14 @@ _METHODS: Final = {
 _FLAGS: Final = ("enable_return_routed_experts", "return_sampling_mask")
 _SIDE_ARRAYS: Final = ("routed_experts", "sampling_mask", "sampling_mask_logprobs")
 
+# Seconds a file may take before its rows go inline: a hung mount must not hold generations.
+_PATIENCE: Final = 30.0
+# Seconds between two warnings for the same reason.
+_QUIET: Final = 10.0
+
 _counts: Counter[str] = Counter()
 _inline: Counter[str] = Counter()
+_said: dict[str, float] = {}
 
 
 class Plugin:
@@ -73,8 +81,8 @@ class Plugin:
         Raises
         ------
         RuntimeError
-            When ``BYHANDLE_ROOT`` is not set, the endpoint is switched off, or the engine is not one
-            whose shape is known.
+            When ``BYHANDLE_ROOT`` is not set or cannot be written to, the endpoint is switched off,
+            or the engine is not one whose shape is known.
         """
         if not (getattr(args, "enable_scale_out", True) or getattr(args, "tokens_only", False)):
             raise RuntimeError(
@@ -83,7 +91,8 @@ class Plugin:
             )
         writer = _writer_from_environment()
         attach(getattr(state, "serving_tokens", None), writer)
-        if not any(getattr(args, flag, True) for flag in _FLAGS):
+        recording = any(getattr(args, flag, True) for flag in _FLAGS)
+        if not (recording or getattr(args, "aux_output_config", None)):
             _log.warning(
                 "the engine records no side arrays, so payloads will be empty: start it with %s",
                 " or ".join(f"--{flag.replace('_', '-')}" for flag in _FLAGS),
@@ -126,7 +135,7 @@ def attach(serving: _Serving, writer: Writer | None = None) -> _Serving:
         payload_dir = _asked(request)
         if payload_dir is not None:
             try:
-                writer.check(payload_dir)
+                _judge(payload_dir, writer)
             except (PayloadError, TypeError) as error:
                 _counts["refused"] += 1
                 return self.create_error_response(str(error))
@@ -142,18 +151,46 @@ def attach(serving: _Serving, writer: Writer | None = None) -> _Serving:
             return await base.serve_tokens_full_generator(
                 self, request, result_generator, *args, **kwargs
             )
-        payloads: dict[int, list[Any]] = {}
+        taken: list[_Taken] = []
+        last: Any = None
 
         async def results() -> AsyncIterator[Any]:
-            last = None
+            nonlocal last
             async for last in result_generator:
                 yield last
             # The engine has the same object and encodes it once this ends.
             if last is not None:
-                payloads.update(await _spill(last, request, writer, payload_dir))
+                await _take(last, request, writer, payload_dir, taken)
 
-        response = await base.serve_tokens_full_generator(self, request, results(), *args, **kwargs)
-        return _with_payloads(response, payloads) if payloads else response
+        async def again() -> AsyncIterator[Any]:
+            yield last
+
+        try:
+            response = await base.serve_tokens_full_generator(
+                self, request, results(), *args, **kwargs
+            )
+        except BaseException:
+            _give_back(taken, writer)
+            raise
+        if not taken:
+            return response
+        if not hasattr(response, "choices"):
+            _give_back(taken, writer)
+            if hasattr(response, "error") or (isinstance(response, dict) and "error" in response):
+                return response  # nobody would learn of the files
+            error: Exception = TypeError(f"{type(response).__name__} has no choices")
+        else:
+            try:
+                wider = _with_payloads(response, taken)
+            except Exception as caught:
+                _give_back(taken, writer)
+                error = caught
+            else:
+                _count(taken)
+                return wider
+        # What the engine made of the outputs has lost the arrays: let it encode them once more.
+        _leave_inline("response", "answer of %r stays inline: %s", last.request_id, error)
+        return await base.serve_tokens_full_generator(self, request, again(), *args, **kwargs)
 
     # A class, not attributes of the object: who copies its __dict__ into a class of his own gets his
     # own methods, not ours bound to the wrong object.
@@ -198,7 +235,16 @@ def _writer_from_environment() -> Writer:
             "BYHANDLE_ROOT is not set: it must name the directory that is shared with the trainers, or "
             "take byhandle out of VLLM_PLUGINS"
         )
-    return Writer(root, prefix=os.environ.get("BYHANDLE_PREFIX") or None)
+    if not os.path.isabs(root):
+        raise RuntimeError(f"BYHANDLE_ROOT is {root!r}: needs an absolute path")
+    try:
+        writer = Writer(root, prefix=os.environ.get("BYHANDLE_PREFIX") or None)
+        os.makedirs(writer.root, exist_ok=True)
+        with tempfile.TemporaryFile(dir=writer.root):
+            pass
+    except (OSError, ValueError) as error:
+        raise RuntimeError(f"BYHANDLE_ROOT {root!r} cannot be written to: {error}") from error
+    return writer
 
 
 def _refuse_unknown(serving: Any) -> None:
@@ -221,8 +267,20 @@ def _refuse_unknown(serving: Any) -> None:
     if wrong:
         raise RuntimeError(
             f"serving object is {cls.__module__}.{cls.__qualname__}, which byhandle does not know: it has "
-            f"{'; '.join(wrong)}. vLLM 0.30 to 0.32 are known; without byhandle in VLLM_PLUGINS the "
+            f"{'; '.join(wrong)}. vLLM 0.30.0 and 0.32.0 are known; without byhandle in VLLM_PLUGINS the "
             "server answers inline"
+        )
+
+
+def _judge(payload_dir: Any, writer: Writer) -> None:
+    """Refuse a directory no file may go into, before anything is generated."""
+    writer.check(payload_dir)
+    if str(payload_dir).rstrip("/") in ("", writer.prefix.rstrip("/")):
+        raise PathError(
+            f"payload_dir {payload_dir!r} is the root itself, where no version is ever removed: needs "
+            f"a directory beneath, such as {writer.prefix.rstrip('/')}/v3",
+            reason="outside_roots",
+            path=str(payload_dir),
         )
 
 
@@ -232,40 +290,77 @@ def _asked(request: Any) -> Any:
     return extra.get("payload_dir") if isinstance(extra, Mapping) else None
 
 
-async def _spill(
-    result: Any, request: Any, writer: Writer, payload_dir: Any
-) -> dict[int, list[Any]]:
-    """Write the side arrays of a finished request; by index of the choice, what went into files."""
+class _Taken(NamedTuple):
+    """What was taken off one output, and where it went."""
+
+    output: Any
+    arrays: dict[str, Any]
+    segments: list[Segment]
+
+
+async def _take(
+    result: Any, request: Any, writer: Writer, payload_dir: Any, taken: list[_Taken]
+) -> None:
+    """Write the side arrays of a finished request and take them off its outputs."""
     # The engine fails the whole request for one output that ended so.
-    if any(output.finish_reason == "error" for output in result.outputs):
-        return {}
-    done = await asyncio.gather(
-        *(_spill_one(output, result, request, writer, payload_dir) for output in result.outputs)
+    if any(getattr(output, "finish_reason", None) == "error" for output in result.outputs):
+        return
+    await asyncio.gather(
+        *(_take_one(one, result, request, writer, payload_dir, taken) for one in result.outputs)
     )
-    return {index: payload for index, payload in done if payload is not None}
 
 
-async def _spill_one(
-    output: Any, result: Any, request: Any, writer: Writer, payload_dir: Any
-) -> tuple[int, list[Any] | None]:
+async def _take_one(
+    output: Any,
+    result: Any,
+    request: Any,
+    writer: Writer,
+    payload_dir: Any,
+    taken: list[_Taken],
+) -> None:
     """Write the side arrays of one choice and take them off it, or leave it as it is."""
     try:
         prompt = len(result.prompt_token_ids)
         start = getattr(request.sampling_params, "routed_experts_prompt_start", None)
-        # On a thread: a mask comes as lists, one a token.
-        arrays = await asyncio.to_thread(_arrays, output, prompt, start)
-        metadata = _metadata(output, result)
-        segments: list[Segment] = await writer.awrite(arrays, payload_dir, metadata)
+        async with asyncio.timeout(_PATIENCE):
+            # On a thread: a mask comes as lists, one a token.
+            arrays = await asyncio.to_thread(_arrays, output, prompt, start)
+            metadata = _metadata(output, result)
+            segments = await writer.awrite(arrays, payload_dir, metadata)
     except Exception as error:  # the tokens are worth more than the way the arrays travel
         reason = getattr(error, "reason", None) or type(error).__name__
-        _inline[reason] += 1
-        _log.warning("choice %s of %s stays inline: %s", output.index, result.request_id, error)
-        return output.index, None
+        if isinstance(error, TimeoutError):
+            reason = "timeout"
+            error = TimeoutError(f"the file was not written in {_PATIENCE:g} s")
+        index, name = getattr(output, "index", None), getattr(result, "request_id", None)
+        _leave_inline(reason, "choice %s of %r stays inline: %s", index, name, error)
+        return
+    taken.append(_Taken(output, {name: getattr(output, name) for name in arrays}, segments))
     for name in arrays:
         setattr(output, name, None)
-    _counts["files" if segments else "empty"] += 1
-    _counts["bytes"] += sum(segment.nbytes or 0 for segment in segments)
-    return output.index, encode_segments(segments)
+
+
+def _give_back(taken: list[_Taken], writer: Writer) -> None:
+    """Put arrays back where they were, and remove their files: nobody will be told of them."""
+    for output, arrays, segments in taken:
+        for name, value in arrays.items():
+            setattr(output, name, value)
+        writer.forget(segments)
+
+
+def _count(taken: list[_Taken]) -> None:
+    for _, _, segments in taken:
+        _counts["files" if segments else "empty"] += 1
+        _counts["bytes"] += sum(segment.nbytes or 0 for segment in segments)
+
+
+def _leave_inline(reason: str, message: str, *arguments: Any) -> None:
+    """Count what stays inline; say so once in a while, not once a choice of a full disk."""
+    _inline[reason] += 1
+    now = time.monotonic()
+    if now - _said.get(reason, -_QUIET) >= _QUIET:
+        _said[reason] = now
+        _log.warning(f"{message} (%d for this reason so far)", *arguments, _inline[reason])
 
 
 def _arrays(output: Any, prompt: int, start: int | None) -> dict[str, tuple[int, Array | Ragged]]:
@@ -315,14 +410,9 @@ def _metadata(output: Any, result: Any) -> dict[str, str]:
     return found
 
 
-def _with_payloads(response: Any, payloads: Mapping[int, list[Any]]) -> Any:
+def _with_payloads(response: Any, taken: list[_Taken]) -> Any:
     """Return the response with ``payload`` on its choices: of a subclass of its own class."""
-    if not hasattr(response, "choices"):
-        if not hasattr(response, "error"):
-            _log.error(
-                "%s has no choices, so nobody learns of the payload", type(response).__name__
-            )
-        return response
+    payloads = {one.output.index: encode_segments(one.segments) for one in taken}
     classes: list[Any] = [type(response), type(response.choices[0])]
     wider, wider_choice = _wider(*classes)
     choices = []

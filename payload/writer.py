@@ -7,12 +7,13 @@ import contextlib
 import errno
 import operator
 import os
+import reprlib
 import secrets
 import socket
 import stat
 import uuid
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -34,6 +35,7 @@ from .segment import Segment, check
 
 WRITERS = 2  # threads; more would only fight for the same disk
 QUEUED = 16  # calls of `awrite` that write or wait at a time
+MAX_DEPTH = 8  # directories beneath the root that a payload_dir may name
 MAX_TABLE_OFFSET = 2**32 - 1  # bytes; tables are uint32
 HASHED_BESIDE = 1 << 20  # bytes from which on another thread makes the checksum during the write
 
@@ -221,7 +223,8 @@ class Writer:
     ) -> list[Segment]:
         """As `write`, on a thread: the event loop goes on meanwhile.
 
-        At most 2 files are written and 16 wait at a time; a further call waits for its turn, so a slow
+        At most 2 files are written at a time, and 16 calls write or have their arrays waiting; a
+        further call waits for its turn, so a slow
         disk slows its callers and fills no memory. A call that is cancelled takes its file back.
 
         Returns
@@ -266,34 +269,57 @@ class Writer:
         """
         self._new_name(payload_dir)
 
+    def forget(self, segments: Sequence[Segment]) -> None:
+        """Remove the file of one `write` whose segments nobody was given; on a thread, not at once."""
+        if segments:
+            self._threads.submit(partial(self._remove, segments))
+
     def _take_back(self, future: Future[list[Segment]]) -> None:
         """Remove the file of a call nobody waits for any more."""
-        if future.cancelled() or future.exception() or not future.result():
-            return
-        place, name = self._roots.locate(future.result()[0].file)
-        with contextlib.suppress(OSError, PathError):
-            os.unlink(name, dir_fd=self._roots.directory(place, name).fd)
+        if not future.cancelled() and not future.exception():
+            self._remove(future.result())
+
+    def _remove(self, segments: Sequence[Segment]) -> None:
+        """Remove the file of one `write`, of which nobody was told."""
+        for file in {segment.file for segment in segments}:
+            with contextlib.suppress(OSError, PathError):
+                place, name = self._roots.locate(file)
+                os.unlink(name, dir_fd=self._roots.directory(place, name).fd)
 
     def _new_name(self, payload_dir: str | os.PathLike[str] | None) -> tuple[str, Place, str]:
         """Choose a name that was never used; return it as on the wire, its place, and the file."""
         if not isinstance(payload_dir, (str, os.PathLike, type(None))):
-            raise TypeError(f"payload_dir is {payload_dir!r}: needs a path")
+            raise TypeError(f"payload_dir is {_shown(payload_dir)}: needs a path")
         wanted = "v0" if payload_dir is None else str(os.fspath(payload_dir))
         if not wanted.startswith("/"):
             wanted = f"{self.prefix.rstrip('/')}/{wanted}"
         wanted = wanted.rstrip("/") or "/"
         wrong = why_illegal(wanted) if wanted != "/" else None
         if wrong:
-            raise PathError(f"payload_dir {wanted!r} {wrong}", reason="illegal_path", path=wanted)
+            raise PathError(
+                f"payload_dir {_shown(wanted)} {wrong}", reason="illegal_path", path=wanted
+            )
         path = f"{wanted.rstrip('/')}/{uuid.uuid4().hex}{SUFFIX}"
         try:
-            return path, *self._roots.locate(path)
+            place, name = self._roots.locate(path)
         except PathError:
             raise PathError(
-                f"payload_dir {wanted!r} is outside the writer's root: it must lie beneath {self.prefix!r}",
+                f"payload_dir {_shown(wanted)} is outside the writer's root: it must lie beneath "
+                f"{self.prefix!r}",
                 reason="outside_roots",
                 path=wanted,
             ) from None
+        depth = len(place[1].split("/")) if place[1] else 0
+        if depth > MAX_DEPTH:  # a tower of directories stops those who walk it
+            raise PathError(
+                f"payload_dir {_shown(wanted)} is {depth} directories beneath {self.prefix!r}: needs at "
+                f"most {MAX_DEPTH}",
+                reason="depth",
+                path=wanted,
+                expected=MAX_DEPTH,
+                actual=depth,
+            )
+        return path, place, name
 
     def _publish(self, path: str, place: Place, name: str, plan: _Plan) -> None:
         needed = plan.nbytes
@@ -555,3 +581,10 @@ def _tell(loop: asyncio.AbstractEventLoop, what: Callable[[], None]) -> None:
     """Call something in an event loop, from a thread, unless the loop has ended."""
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(what)
+
+
+def _shown(value: object) -> str:
+    """Return what a client sent, as far as an error needs it."""
+    if not isinstance(value, str):
+        return reprlib.repr(value)
+    return repr(value) if len(value) <= 300 else f"{value[:300]!r}... ({len(value):,} characters)"

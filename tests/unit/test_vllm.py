@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,11 +133,25 @@ class Serving32(Serving30):
 def counts() -> None:
     vllm._counts.clear()
     vllm._inline.clear()
+    vllm._said.clear()
 
 
 @pytest.fixture(params=[Serving30, Serving32])
 def engine(request: pytest.FixtureRequest) -> Any:
     return request.param
+
+
+def files(root: Path) -> list[Path]:
+    return [path for path in root.rglob("*") if path.is_file()]
+
+
+def soon_no_files(root: Path) -> bool:
+    """Files are removed on a thread."""
+    for _ in range(200):
+        if not files(root):
+            return True
+        time.sleep(0.01)
+    return False
 
 
 def ask(serving: Any, asked: Any) -> Any:
@@ -219,20 +234,15 @@ def test_what_does_not_fit_stays_inline_and_is_counted(
 ) -> None:
     one = output(**changes)
     held = dict(vars(one))
-    serving = vllm.attach(Serving30(one), Writer(tmp_path))
+    taken: list[Any] = []
+    result = SimpleNamespace(request_id="r-1\nforged", prompt_token_ids=PROMPT, outputs=[one])
     with caplog.at_level(logging.WARNING):
-        response = asyncio.run(
-            vllm._spill(
-                SimpleNamespace(request_id="r-1", prompt_token_ids=PROMPT, outputs=[one]),
-                request("v3"), Writer(tmp_path), "v3",
-            )
-        )  # fmt: skip
-    assert response == {}
+        asyncio.run(vllm._take(result, request("v3"), Writer(tmp_path), "v3", taken))
+    assert taken == []
     assert all(getattr(one, name) is value for name, value in held.items())
     assert vllm.stats()["inline"] == {reason: 1}
-    assert "choice 0 of r-1 stays inline: " in caplog.text
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    assert serving.generated == 0
+    assert "choice 0 of 'r-1\\nforged' stays inline: " in caplog.text
+    assert files(tmp_path) == []
 
 
 def test_outputs_of_an_engine_nobody_knows_stay_inline(tmp_path: Path) -> None:
@@ -262,6 +272,12 @@ def test_a_directory_outside_the_root_is_refused_before_generation(
         "..",
         "a/../../b",
         str(tmp_path),
+        str(tmp_path / "root"),
+        f"{tmp_path}/root/",
+        "",
+        "d/" * 1900 + "x",
+        ["x" * 1000] * 3000,
+        "x" * 5_000_000,
         f"{tmp_path}x/v3",
         "a//b",
         "\0",
@@ -272,8 +288,9 @@ def test_a_directory_outside_the_root_is_refused_before_generation(
         answer = ask(serving, request(bad))
         assert answer["error"]["code"] == 400
         assert "payload_dir" in answer["error"]["message"]
+        assert len(answer["error"]["message"]) < 1000
         assert serving.generated == 0
-    assert vllm.stats()["refused"] == 9
+    assert vllm.stats()["refused"] == 15
     assert list(tmp_path.iterdir()) == []
 
 
@@ -290,7 +307,11 @@ def test_a_failed_write_does_not_fail_the_generation(
         assert response.choices[0].sampling_mask == MASK
     assert sum(vllm.stats()["inline"].values()) == 3
     assert vllm.stats()["files"] == 0
-    assert caplog.text.count("stays inline") == 3
+    reasons = vllm.stats()["inline"]
+    assert caplog.text.count("stays inline") == len(reasons)
+    for _ in range(50):
+        ask(vllm.attach(engine(output()), full), request("v2"))
+    assert caplog.text.count("stays inline") == len(reasons)  # not a line a choice
 
 
 def test_nothing_to_write_is_an_empty_payload_and_no_file(engine: Any, tmp_path: Path) -> None:
@@ -325,6 +346,10 @@ def test_logprobs_of_the_mask_travel_beside_it_where_the_engine_has_them(tmp_pat
     with Resolver(tmp_path) as resolver:
         found = resolver.resolve(response.choices[0].payload)
     mask = decode_sampling_mask(MASK)
+    positions = {s["field"]: s["pos"] for s in response.choices[0].payload}
+    assert positions == {
+        "routed_experts": 0, "sampling_mask": 8, "sampling_mask_logprobs": 8,
+    }  # fmt: skip
     assert found["sampling_mask_logprobs"][0].offsets.tolist() == mask.offsets.tolist()
     assert [row.tolist() for row in found["sampling_mask_logprobs"][0]] == logprobs
     assert one.sampling_mask_logprobs is None
@@ -364,11 +389,127 @@ def test_a_client_that_goes_away_leaves_no_file(tmp_path: Path) -> None:
 
     answer = asyncio.run(go_away())
     assert answer["error"]["message"] == "Client disconnected"
-    for _ in range(100):
-        if not [path for path in tmp_path.rglob("*") if path.is_file()]:
-            break
-        threading.Event().wait(0.02)
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert soon_no_files(tmp_path)
+
+
+def test_a_client_that_goes_away_leaves_no_file_of_a_choice_that_was_done(tmp_path: Path) -> None:
+    second = threading.Event()
+
+    class Slow(Writer):
+        def write(self, arrays: Any, *more: Any, **kwargs: Any) -> Any:
+            segments = super().write(arrays, *more, **kwargs)
+            if len(arrays["routed_experts"][1]) == 10:
+                second.set()
+                time.sleep(0.1)
+            return segments
+
+    async def go_away() -> Any:
+        one = output(index=1, routed_experts=ROWS[:10], token_ids=TOKENS[:3], sampling_mask=None)
+        serving = vllm.attach(Serving30(output(), one), Slow(tmp_path))
+        task = asyncio.create_task(serving.serve_tokens(request("v3"), None))
+        await asyncio.to_thread(second.wait)
+        await asyncio.sleep(0.05)
+        task.cancel()
+        return await task
+
+    assert asyncio.run(go_away())["error"]["message"] == "Client disconnected"
+    assert soon_no_files(tmp_path)
+    assert vllm.stats()["files"] == 0
+
+
+def test_a_file_that_takes_too_long_leaves_the_choice_inline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm, "_PATIENCE", 0.1)
+    hung = threading.Event()
+
+    class Hung(Writer):
+        def _publish(self, path: str, *more: Any) -> None:
+            if "/v3/" in path:
+                hung.wait(10)
+            super()._publish(path, *more)
+
+    async def run() -> list[Any]:
+        writer = Hung(tmp_path)
+        asked = ["v3"] * 20 + ["v4"]
+        calls = [vllm.attach(Serving30(output()), writer).serve_tokens(request(d)) for d in asked]
+        try:
+            return await asyncio.wait_for(asyncio.gather(*calls), 5)
+        finally:
+            hung.set()
+
+    responses = asyncio.run(run())
+    for response in responses[:20]:
+        assert bytes.fromhex(response.choices[0].routed_experts) == ROWS.tobytes()
+    assert vllm.stats()["inline"]["timeout"] >= 20
+    assert soon_no_files(tmp_path / "v3")
+
+
+@dataclasses.dataclass
+class PlainChoice:
+    index: int
+    routed_experts: Any
+
+
+@dataclasses.dataclass
+class PlainResponse:
+    choices: list[PlainChoice]
+
+
+@pytest.mark.parametrize("form", ["dataclass", "dict"])
+def test_an_answer_of_a_form_nobody_knows_is_made_once_more_inline(
+    form: str, tmp_path: Path
+) -> None:
+    class Own(Serving30):
+        async def serve_tokens_full_generator(
+            self, request: Any, result_generator: Any, *_: Any
+        ) -> Any:
+            async for result in result_generator:
+                final = result
+            choices = [PlainChoice(one.index, one.routed_experts) for one in final.outputs]
+            response = PlainResponse(choices)
+            return response if form == "dataclass" else dataclasses.asdict(response)
+
+    outputs = output(), output(index=1)
+    for one in outputs:
+        del one.finish_reason
+    response = ask(vllm.attach(Own(*outputs), Writer(tmp_path)), request("v3"))
+    choices = response["choices"] if form == "dict" else response.choices
+    for choice in choices:
+        rows = choice["routed_experts"] if form == "dict" else choice.routed_experts
+        np.testing.assert_array_equal(rows, ROWS)
+    assert vllm.stats()["inline"] == {"response": 1}
+    assert vllm.stats()["files"] == 0
+    assert soon_no_files(tmp_path)
+
+
+def test_an_engine_that_fails_after_the_files_are_written_leaves_none(tmp_path: Path) -> None:
+    class Failing(Serving30):
+        async def serve_tokens_full_generator(self, *args: Any, **kwargs: Any) -> Any:
+            await super().serve_tokens_full_generator(*args, **kwargs)
+            raise RuntimeError("after all")
+
+    one = output()
+    with pytest.raises(RuntimeError, match="after all"):
+        ask(vllm.attach(Failing(one), Writer(tmp_path)), request("v3"))
+    assert soon_no_files(tmp_path)
+    np.testing.assert_array_equal(one.routed_experts, ROWS)
+
+
+def test_arrays_are_made_and_written_off_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+    made = vllm._arrays
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return made(*args)
+
+    monkeypatch.setattr(vllm, "_arrays", noted)
+    ask(vllm.attach(Serving30(output()), Writer(tmp_path)), request("v3"))
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_the_file_says_which_request_and_weights_it_is_of(tmp_path: Path) -> None:
@@ -379,6 +520,7 @@ def test_the_file_says_which_request_and_weights_it_is_of(tmp_path: Path) -> Non
         end: int
 
     one = output(weight_versions=[VersionSpan("7", 0, 3), VersionSpan("8", 3, 4)])
+    assert len(vllm._metadata(one, SimpleNamespace(request_id="r" * 10**6))["request_id"]) == 200
     response = ask(vllm.attach(Serving30(one), Writer(tmp_path)), request("v3"))
     with safe_open(response.choices[0].payload[0]["file"], "numpy") as file:
         metadata = file.metadata()
@@ -442,6 +584,37 @@ def test_the_server_starts_with_a_root_and_not_without(
     assert (tmp_path / "v3" / Path(segment["file"]).name).is_file()
 
 
+def test_a_server_that_serves_tokens_only_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("BYHANDLE_ROOT", str(tmp_path))
+    for recording in (
+        {"enable_return_routed_experts": False, "return_sampling_mask": True},
+        {"enable_return_routed_experts": True, "return_sampling_mask": False},
+        {
+            "enable_return_routed_experts": False, "return_sampling_mask": False,
+            "aux_output_config": '{"enable_return_routed_experts": true}',
+        },
+    ):  # fmt: skip
+        state = SimpleNamespace(serving_tokens=Serving30(output()))
+        start(state, enable_scale_out=False, tokens_only=True, **recording)
+        assert state.serving_tokens.answers_by_handle
+    assert "records no side arrays" not in caplog.text
+
+
+@pytest.mark.parametrize("bad", ["a file", "/proc/nope", "relative"])
+def test_a_root_that_cannot_be_used_stops_the_start(
+    bad: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    root = f"{tmp_path}/a file" if bad == "a file" else bad
+    monkeypatch.setenv("BYHANDLE_ROOT", root)
+    with pytest.raises(RuntimeError, match=r"BYHANDLE_ROOT .*(cannot be written to|absolute)"):
+        start(SimpleNamespace(serving_tokens=Serving30(output())))
+    assert not (tmp_path / "relative").exists()
+
+
 def test_an_engine_of_another_shape_is_refused_at_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -454,6 +627,9 @@ def test_an_engine_of_another_shape_is_refused_at_the_start(
     class Blocking(Serving30):
         def serve_tokens(self, request: Any, raw_request: Any = None) -> Any: ...
 
+    class Mute(Serving30):
+        create_error_response = None  # type: ignore[assignment]
+
     monkeypatch.setenv("BYHANDLE_ROOT", str(tmp_path))
     for serving, what in (
         (None, "NoneType"),
@@ -463,6 +639,7 @@ def test_an_engine_of_another_shape_is_refused_at_the_start(
             r"serve_tokens_full_generator\(self, results, request, \.\.\.\), needs \(self, request",
         ),
         (Blocking(), "no coroutine serve_tokens"),
+        (Mute(), "no create_error_response"),
     ):
         with pytest.raises(RuntimeError, match=what):
             start(SimpleNamespace(serving_tokens=serving))
