@@ -21,7 +21,7 @@ TIMEOUT: Final = httpx2.Timeout(None, connect=10)
 # Seconds a server may take to tell its context length, which we do without otherwise.
 _LOOKUP: Final = 10.0
 # Seconds our calls work before the event loop sees to everything else.
-SHARE: Final = 0.008
+SHARE: Final = 0.002
 # What sending a request costs before it first waits, as it cannot be timed: seconds.
 _SEND: Final = 0.001
 

@@ -604,6 +604,7 @@ def test_many_calls_at_once_leave_the_event_loop_to_others(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_http, "_SEND", 0.002)
+    monkeypatch.setattr(_http, "SHARE", 0.008)
     decode = client.generate.__globals__["sampled"]
 
     def slow(raw: bytes) -> Any:
