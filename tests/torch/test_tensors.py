@@ -390,6 +390,7 @@ def test_as_index_keeps_every_value_or_refuses(name: str, target: torch.dtype) -
     assert pt.as_index(torch.from_numpy(np.empty((0, 4), name)), target).shape == (0, 4)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of the strided layout
 def test_as_index_refuses_what_is_no_integer_and_returns_what_is_ready() -> None:
     ready = torch.arange(3)
     assert pt.as_index(ready) is ready

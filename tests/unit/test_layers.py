@@ -264,4 +264,7 @@ def test_holes_and_missing_files_are_judged_as_without_layers(tmp_path: Path) ->
         opens = resolver.stats().opens
         none = resolver.window([gone], NAME, 4, 6, layers=[], num_layers=4)
         assert none.shape == (2, 0, 8)
+        narrow = Segment(NAME, gone.file, 0, 4, 2, "uint8", (4, 0))
+        none = resolver.window([narrow], NAME, 4, 6, layers=[1], num_layers=4)
+        assert none.shape == (2, 1, 0)
         assert resolver.stats().opens == opens
