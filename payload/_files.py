@@ -194,6 +194,8 @@ class Files:
         self._last_descriptor = last_descriptor()
         self._few = False  # whether few descriptors were left when last looked
         self._types: dict[int, str] = {}  # by device
+        # Of files mapped privately: (device, inode, size, change time), ranges compared or read.
+        self._ready: dict[str, tuple[tuple[int, ...], tuple[tuple[int, int], ...]]] = {}
         self._access: dict[str, Access] = {}  # last found, by root
         self._warned: set[tuple[str, str]] = set()
         self._pollers: dict[Place, _Poller] = {}
@@ -276,10 +278,8 @@ class Files:
             if access == "copy":
                 made.append(None)
                 return
-            if self.verify:
-                self._compare(fd, path, size, start, stop)
-            elif access == "through":
-                self._read_through(fd, path, start, stop)
+            if self.verify or access == "through":
+                self._make_ready(path, fd, size, start, stop)
             try:
                 self._refuse_last(fd)
                 made.append(_map_private(fd, start, stop))
@@ -294,6 +294,31 @@ class Files:
                 self.counts["bytes_mapped"] += nbytes
                 self._note_dropped(made[0])
         return made[0]
+
+    def _make_ready(self, path: str, fd: int, size: int, start: int, stop: int) -> None:
+        """Compare or read bytes of a file, unless that was done since it last changed.
+
+        No map is kept that would hold the inode, so that its number and size may be another file's
+        by now; the time of its change tells.
+        """
+        try:
+            status = os.fstat(fd)
+        except OSError as error:
+            raise self.refused(path, error) from None
+        now = status.st_dev, status.st_ino, size, status.st_ctime_ns
+        found, ranges = self._ready.get(path, (now, ()))
+        if found != now:
+            ranges = ()
+        elif any(a <= start and stop <= b for a, b in ranges):
+            return
+        if self.verify:
+            ranges += tuple(self._compare(fd, path, size, start, stop))
+        else:
+            self._read_through(fd, path, start, stop)
+            ranges += ((start, stop),)
+        if len(self._ready) >= 8192:
+            self._ready.clear()
+        self._ready[path] = now, ranges
 
     def _make_map_anew(
         self, path: str, start: int, stop: int, deadline: Deadline | None

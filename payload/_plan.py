@@ -155,7 +155,9 @@ def layers_of(layers: Any, num_layers: Any) -> tuple[tuple[int, ...] | None, int
     if layers is None:
         return None, count
     asked = list(layers)
-    if any(isinstance(layer, bool) for layer in asked):
+    # Through tolist, as those of torch are integers to operator.index, True is layer 1.
+    plain = [layer.tolist() if hasattr(layer, "tolist") else layer for layer in asked]
+    if any(isinstance(layer, bool) for layer in plain):
         raise TypeError("layers has booleans: needs layer ids")
     ids = tuple(operator.index(layer) for layer in asked)
     for layer in ids:
@@ -181,15 +183,16 @@ def check_layers(field: str, kinds: Iterable[Kind], num_layers: int) -> None:
         read by the ids of the model's layers.
     """
     for _, shape in kinds:
-        if not shape or shape[0] != num_layers:
-            has = f"{shape[0]} layers" if shape else "no layers"
+        has_layers = len(shape) > 1  # of one axis it may be another, such as top_k
+        if not has_layers or shape[0] != num_layers:
+            has = f"{shape[0]} layers" if has_layers else "no layers"
             raise SegmentError(
                 f"field {field!r} has {has} in rows of {shape}, the model has {num_layers}: which slot is "
                 "which layer is not known",
                 reason="layers",
                 field=field,
                 expected=num_layers,
-                actual=shape[0] if shape else 0,
+                actual=shape[0] if has_layers else 0,
             )
 
 

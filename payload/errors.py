@@ -11,11 +11,14 @@ import errno as _errno
 from collections.abc import Sequence
 from typing import Any
 
+_NAMED = 10  # errors that the message of one which tells of others names
+
 
 class PayloadError(Exception):
     """Base of every error this package raises for what came from outside.
 
-    Attributes that do not apply are None. Instances pickle, so they cross process boundaries whole.
+    Attributes that do not apply are None. Instances pickle, so they cross process boundaries whole,
+    but that of many `errors` only those go along which the message names.
 
     Attributes
     ----------
@@ -67,6 +70,9 @@ class PayloadError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         # BaseException.__reduce__ would replay args only and lose the attributes of OSError children.
         attributes = dict(self.__dict__)
+        if self._others:  # some hundred, each with a message; how many there are stands in ours
+            named = self.errors[:_NAMED]
+            attributes["_others"] = tuple(error for error in named if error is not self)
         if isinstance(self, OSError):
             attributes["errno"] = self.errno
         return _restore, (type(self), self.args[0], attributes)
@@ -81,9 +87,9 @@ def telling_of_all(
     """
     if others or unseen:
         error._others = tuple(other.with_traceback(None) for other in others)
-        every = error.errors
-        places = ", ".join(str(one.index) for one in every[:10])
-        more = ", ..." if len(every) > 10 else ""
+        every = error.errors or (error,)
+        places = ", ".join(str(one.index) for one in every[:_NAMED])
+        more = ", ..." if len(every) > _NAMED else ""
         more += f"; {unseen} were not looked at" if unseen else ""
         error.args = (
             f"{error} - {len(every)} of {segments} segments cannot be read: {places}{more}",

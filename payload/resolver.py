@@ -243,36 +243,36 @@ class Resolver:
             empty = np.empty(shape, known.dtype)
             return empty if private else _read_only(empty)
         try:
-            return self._view_file(segment, known, shape, nbytes, deadline, private)
+            rows = self._mapped(segment, known, deadline, private)
+            if rows is not None:
+                return rows
+            out = allocate(shape, known.dtype, self._files.max_bytes, f"field {segment.field!r}")
+            reads = [(segment.file, offset, nbytes, 0)]
+            _gather.run(self._files, reads, bytes_of(out), nbytes, deadline=deadline)
         except PayloadError as error:
             error.field = segment.field
             error.path = segment.file
             error.offset = offset if error.offset is None else error.offset
             raise
-
-    def _view_file(
-        self,
-        segment: Segment,
-        known: _Rows,
-        shape: tuple[int, ...],
-        nbytes: int,
-        deadline: Deadline | None,
-        private: bool,
-    ) -> Array:
-        offset = segment.offset
-        if private and not offset % known.itemsize:
-            mine = self._files.map_private(segment.file, offset, nbytes, deadline)
-            if mine is not None:
-                return _ndarray(shape, known.dtype, mine, len(mine) - nbytes)
-        elif not offset % known.itemsize:
-            found = self._files.map(segment.file, offset, nbytes, deadline)
-            if found is not None:
-                return _ndarray(shape, known.dtype, found, offset)
-        out = allocate(shape, known.dtype, self._files.max_bytes, f"field {segment.field!r}")
-        reads = [(segment.file, offset, nbytes, 0)]
-        _gather.run(self._files, reads, bytes_of(out), nbytes, deadline=deadline)
         self._files.counts["bytes_copied"] += nbytes
         return out if private else _read_only(out)
+
+    def _mapped(
+        self, segment: Segment, known: _Rows, deadline: Deadline | None, private: bool
+    ) -> Array | None:
+        """The rows of a segment that has some, in a map; None where they must be read."""
+        offset = segment.offset
+        shape = (segment.rows, *known.shape)
+        nbytes = segment.rows * known.nbytes
+        if offset % known.itemsize:
+            return None
+        if private:
+            mine = self._files.map_private(segment.file, offset, nbytes, deadline)
+            if mine is None:
+                return None
+            return _ndarray(shape, known.dtype, mine, len(mine) - nbytes)
+        found = self._files.map(segment.file, offset, nbytes, deadline)
+        return None if found is None else _ndarray(shape, known.dtype, found, offset)
 
     def _learn(self, segment: Segment) -> _Rows:
         """Note how to view segments like this checked one; a payload has one or two kinds."""
@@ -419,12 +419,15 @@ class Resolver:
             outside the window included, so that ranks agree; for ragged fields the table's.
             ``"field"`` is the table's. A value that would change is refused.
         layers : list of int, optional
-            Layers to read, in this order, by their numbers in the model, dense layers included: row
-            ``[layers, ...]`` becomes ``[len(layers), ...]``. Needs `num_layers`.
+            Layers to return, in this order, by their numbers in the model, dense layers included:
+            row ``[layers, ...]`` becomes ``[len(layers), ...]``. Needs `num_layers`. Rows that are
+            gathered are read whole, which is faster, unless more than 32 KiB a row, on network
+            roots 1 MiB, is left out for each run of neighbouring layers: then these alone are read.
         num_layers : int, optional
             Layers of the model, dense ones included. Every segment must have a slot for each of
-            them, at axis 0 of its rows: an array of the MoE layers alone, or with those of a draft
-            model, is refused, as its slots are other layers than their numbers say.
+            them, at axis 0 of its rows, which have two axes or more: an array of the MoE layers
+            alone, or with those of a draft model, is refused, as its slots are other layers than
+            their numbers say.
         out : ndarray, optional
             Where to put the rows; C-contiguous, of exactly the result's shape and dtype. Its
             content is undefined after an error.
@@ -537,9 +540,12 @@ class Resolver:
                 if layers is None:  # of one file, so that nothing was waited for before
                     return self._view(part, deadline, private) if private else self.view(part)
                 runs = _plan.runs(layers)
-                # Where views are read first, other layers would be read too.
-                if len(runs) == 1 and self._files.maps_unread(segment.file):
-                    return self._view(part, deadline, private)[:, _slice_of(runs[0])]
+                # Where files are read, before they are viewed too, other layers would be as well.
+                if len(runs) == 1 and part.nbytes and self._files.maps_unread(part.file):
+                    kind = self._rows.get((field, part.dtype, shape)) or self._learn(part)
+                    rows = self._mapped(part, kind, deadline, private)
+                    if rows is not None:
+                        return rows[:, _slice_of(runs[0])]
         if layers is not None:
             shape = (len(layers), *shape[1:])
         result = self._result(field, (hi - lo, *shape), target, place)

@@ -1,7 +1,8 @@
 """The trainer side as tensors: zero-copy where it can be, safe to write into, ready for the device.
 
 Needs PyTorch (``pip install byhandle[torch]``), which the rest of the package does not import. Every
-tensor given out here is on the CPU and may be written into; no write reaches a file.
+tensor read here is on the CPU and may be written into; no write reaches a file. `as_index` alone
+takes tensors, and leaves them on their device.
 
 torch lacks many operators for uint16, uint32 and uint64 (``max``, ``min``, ``add``, ``index_select``,
 among others): ask for another ``dtype``, or use `as_index` for expert and token ids.
@@ -40,8 +41,9 @@ def view(resolver: Resolver, segment: Segment) -> torch.Tensor:
         ``[rows, *shape]`` in the segment's dtype. It has a copy-on-write map of its own: nothing is
         read until it is touched, what is written into it stays in this process and in this tensor,
         and only pages written to take memory. It stays valid after the resolver is closed and the
-        file deleted, as `Resolver.view` has it. An element that is not aligned, and a file that is
-        not mapped, give a copy, counted in `Resolver.stats`.
+        file deleted, as `Resolver.view` has it; if somebody truncates the file, the kernel ends the
+        process at the next touch, also of a page that was written to. An element that is not
+        aligned, and a file that is not mapped, give a copy, counted in `Resolver.stats`.
 
     Raises
     ------
@@ -50,8 +52,10 @@ def view(resolver: Resolver, segment: Segment) -> torch.Tensor:
 
     Notes
     -----
-    Before Python 3.13 each of these maps holds a descriptor. In a `DataLoader` worker prefer
-    `window`: a view is copied again on its way to the main process.
+    What is compared (``verify="checksum"``) or read before it is mapped (network roots) is so once
+    for all tensors, until the file changes. Before Python 3.13 each of these maps holds a
+    descriptor. In a `DataLoader` worker prefer `window`: a view is copied again on its way to the
+    main process.
 
     Examples
     --------
@@ -78,8 +82,13 @@ def as_tensor(array: Array) -> torch.Tensor:
     Returns
     -------
     Tensor
-        It shares memory with `array` if that is writable, else it is a copy: torch would write
-        into a read-only map, and the process would end.
+        It shares memory with `array` if that is writable and torch takes its strides, else it is
+        a copy: torch would write into a read-only map, and the process would end.
+
+    Notes
+    -----
+    The copy of a mapped view touches all of it here: if somebody truncates the file meanwhile, the
+    kernel ends the process. `window` and `view` read or map the file themselves.
 
     Examples
     --------
@@ -88,12 +97,10 @@ def as_tensor(array: Array) -> torch.Tensor:
     """
     if not isinstance(array, np.ndarray):
         raise TypeError(f"array is {type(array).__name__}: needs a numpy array")
-    usable = array.flags.writeable and array.flags.aligned and min(array.strides, default=0) >= 0
-    if usable:
+    steps = all(stride >= 0 and not stride % array.itemsize for stride in array.strides)
+    if steps and array.flags.writeable and array.flags.aligned:
         return torch.from_numpy(array)
-    copy = _empty(array.shape, array.dtype, _memory())
-    copy.numpy()[...] = array
-    return copy
+    return _copy(array)
 
 
 def window(
@@ -126,7 +133,8 @@ def window(
         and in a `DataLoader` worker as well, which must not touch the device.
     out : Tensor, optional
         Where to put the rows: on the CPU, contiguous, of exactly the result's shape and dtype. It
-        may be pinned.
+        may be pinned. As after any in-place write, a backward pass that needs what it held before
+        is refused.
 
     Returns
     -------
@@ -167,11 +175,16 @@ def window(
         place = _Place(_array_of(out))
         made.append(out)
     asked = str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
-    found = resolver._placed(
-        segments, field, lo, hi, fill, holes, extent, asked, layers, num_layers, place
-    )
+    try:
+        found = resolver._placed(
+            segments, field, lo, hi, fill, holes, extent, asked, layers, num_layers, place
+        )
+    except BaseException:
+        _note_write(out)  # perhaps of a part
+        raise
     if found is None:
         return None
+    _note_write(out)
     return made[0] if made else torch.from_numpy(found)
 
 
@@ -190,7 +203,7 @@ def as_index(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Te
     Returns
     -------
     Tensor
-        Of the same shape and values; `tensor` itself if it has the dtype.
+        Of the same shape, values and device; `tensor` itself if it has the dtype.
 
     Raises
     ------
@@ -198,7 +211,8 @@ def as_index(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Te
         When a value is negative (-1 pads sampling masks, and would index from the end), or does
         not fit.
     TypeError
-        When `tensor` has no integers, or `dtype` is not one of the two.
+        When `tensor` has no integers, is neither strided nor jagged, or `dtype` is not one of the
+        two.
 
     Examples
     --------
@@ -207,17 +221,26 @@ def as_index(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Te
     """
     if dtype not in (torch.int64, torch.int32):
         raise TypeError(f"dtype is {dtype}: needs torch.int64 or torch.int32")
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"tensor is {type(tensor).__name__}: needs a tensor")
+    if (tensor.is_nested or tensor.layout != torch.strided) and tensor.layout != torch.jagged:
+        raise TypeError(f"tensor has layout {tensor.layout}: needs a strided or jagged one")
     kind = tensor.dtype
     if kind.is_floating_point or kind.is_complex or kind == torch.bool:
         raise TypeError(f"tensor has dtype {kind}: needs integers")
     # Through int64, as torch compares no uint16 to uint64; what is 2^63 or more becomes negative.
     wide = tensor.to(torch.int64)
     most = torch.iinfo(dtype).max
-    checked = kind not in (torch.uint8, torch.uint16) and wide.numel() > 0
-    if checked and (int(wide.min()) < 0 or int(wide.max()) > most):
-        wrong = (wide < 0) | (wide > most)
+    values = wide.values() if wide.is_nested else wide
+    checked = kind not in (torch.uint8, torch.uint16) and values.numel() > 0
+    if checked and (int(values.min()) < 0 or int(values.max()) > most):
+        wrong = (values < 0) | (values > most)
         place = [int(at) for at in wrong.nonzero()[0]]
-        value = int(wide[tuple(place)])
+        value = int(values[tuple(place)])
+        if wide.is_nested:
+            starts = wide.offsets()
+            row = int((starts <= place[0]).sum()) - 1
+            place = [row, place[0] - int(starts[row]), *place[1:]]
         value += 2**64 if kind == torch.uint64 and value < 0 else 0
         raise ValueError(f"tensor has {value} at {place}: an index of {dtype} is 0 to {most}")
     return wide.to(dtype)
@@ -235,14 +258,14 @@ def as_nested(ragged: Ragged) -> torch.Tensor:
     -------
     Tensor
         ``[rows, j]``, `torch.jagged`; its values share memory with those of `ragged` if they are
-        writable, else they are a copy.
+        writable, else they are a copy, as `as_tensor` makes it. Its offsets are its own.
 
     Examples
     --------
     >>> as_nested(Ragged.from_lists([[7], [8, 9], []])).offsets()
     tensor([0, 1, 3, 3])
     """
-    values, offsets = as_tensor(ragged.values), as_tensor(ragged.offsets)
+    values, offsets = as_tensor(ragged.values), _copy(ragged.offsets)
     nested: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
     return nested
 
@@ -285,6 +308,18 @@ def _empty(
     new_shared: Any = torch.UntypedStorage._new_shared  # as torch's own collate does
     storage = new_shared(math.prod(shape) * dtype.itemsize)
     return torch.empty(0, dtype=_torch_of(dtype)).set_(storage).view(shape)
+
+
+def _copy(array: Array) -> torch.Tensor:
+    copy = _empty(array.shape, array.dtype, _memory())
+    copy.numpy()[...] = array
+    return copy
+
+
+def _note_write(out: torch.Tensor | None) -> None:
+    """Tell autograd of a write that went past it: gradients would be those of the new rows."""
+    if out is not None:
+        torch.autograd.graph.increment_version(out)
 
 
 def _torch_of(dtype: np.dtype[Any]) -> torch.dtype:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -271,8 +272,44 @@ def test_out_takes_the_rows_and_only_where_it_fits(tmp_path: Path) -> None:
                 pt.window(resolver, [a], NAME, 1, 5, out=wrong)
         with pytest.raises(ValueError, match="on the CPU"):
             pt.window(resolver, [a], NAME, 1, 5, out=out.to("meta"))
+        with pytest.raises(ValueError, match="needs a strided tensor"):
+            pt.window(resolver, [a], NAME, 1, 5, out=out.to_sparse())
         with pytest.raises(TypeError, match="needs a tensor"):
             pt.window(resolver, [a], NAME, 1, 5, out=np.zeros(3))
+
+
+def test_a_write_into_out_is_seen_by_autograd(tmp_path: Path) -> None:
+    """A buffer that a graph still needs: its gradients would be those of the new rows."""
+    a = put(tmp_path, ROWS)
+    gone = Segment(NAME, f"{tmp_path}/gone.bin", 0, 10, 3, "uint8", (3, 2))
+    leaf = torch.ones(4, 3, 2, requires_grad=True)
+    out = torch.ones(4, 3, 2)
+    with Resolver(tmp_path) as resolver:
+        to: dict[str, Any] = {"dtype": torch.float32, "out": out}
+        kept = (leaf * out).sum()
+        assert pt.window(resolver, [a], "other", 1, 5, **to) is None
+        kept.backward()  # nothing was written
+        assert leaf.grad is not None
+        assert torch.equal(leaf.grad, torch.ones(4, 3, 2))
+        written = (leaf * out).sum()
+        pt.window(resolver, [a], NAME, 1, 5, **to)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            written.backward()
+        partly = (leaf * out).sum()
+        with pytest.raises(PayloadMissingError):
+            pt.window(resolver, [a, gone], NAME, 7, 11, **to)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            partly.backward()
+
+
+def test_layers_of_torch_are_ids_and_a_mask_is_none(tmp_path: Path) -> None:
+    a = put(tmp_path, ROWS[:, :2])
+    with Resolver(tmp_path) as resolver:
+        got = pt.window(resolver, [a], NAME, 0, 10, layers=torch.tensor([1, 0]), num_layers=2)
+        equal(got, ROWS[:, [1, 0]])
+        for mask in (torch.tensor([True, False]), [torch.tensor(True)]):
+            with pytest.raises(TypeError, match="booleans"):
+                pt.window(resolver, [a], NAME, 0, 10, layers=mask, num_layers=2)
 
 
 def test_a_dtype_that_cannot_hold_a_value_or_is_none_of_ours_is_refused(tmp_path: Path) -> None:
@@ -297,6 +334,8 @@ def test_a_ragged_field_comes_padded_or_nested(tmp_path: Path) -> None:
         assert [row.tolist() for row in nested.unbind()] == [[7], [8, 9], [], [1, 2, 3]]
         assert nested.dtype == torch.int32
         nested.values().zero_()
+        nested.offsets().zero_()
+        assert rows.offsets.tolist() == mask.offsets.tolist()
         equal(pt.as_padded(rows, -1, 4)[:, :3], padded[1:].numpy())
         empty = pt.as_nested(Ragged.from_lists([[], []]))
         assert [row.tolist() for row in empty.unbind()] == [[], []]
@@ -310,6 +349,10 @@ def test_as_tensor_shares_what_is_writable_and_copies_what_is_not(tmp_path: Path
     assert pt.as_tensor(mine).data_ptr() == mine.ctypes.data
     for array in (mine[::-1], np.broadcast_to(mine[0], (4, 3, 2)), mine[0, 0, 0:0]):
         equal(pt.as_tensor(array), array)
+    odd = np.frombuffer(bytearray(13), np.uint8)[1:].view(np.int32)
+    assert pt.as_tensor(odd).data_ptr() % 4 == 0
+    pairs = np.ones(3, [("value", np.complex64), ("id", np.int32)])["value"]
+    equal(pt.as_tensor(pairs), np.ones(3, np.complex64))  # torch takes no stride of one and a half
     backwards = pt.as_tensor(mine[::-1])
     backwards.zero_()
     assert mine.tolist() == ROWS.tolist()
@@ -347,14 +390,31 @@ def test_as_index_keeps_every_value_or_refuses(name: str, target: torch.dtype) -
     assert pt.as_index(torch.from_numpy(np.empty((0, 4), name)), target).shape == (0, 4)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # of the strided layout
 def test_as_index_refuses_what_is_no_integer_and_returns_what_is_ready() -> None:
     ready = torch.arange(3)
     assert pt.as_index(ready) is ready
     for wrong in (torch.ones(3), torch.ones(3, dtype=torch.bool)):
         with pytest.raises(TypeError, match="needs integers"):
             pt.as_index(wrong)
+    for kind, wrong in (("list", [1]), ("ndarray", np.arange(3))):
+        with pytest.raises(TypeError, match=f"tensor is {kind}: needs a tensor"):
+            pt.as_index(wrong)
+    with pytest.raises(TypeError, match=r"layout torch\.sparse_coo: needs a strided or jagged"):
+        pt.as_index(ready.to_sparse())
+    with pytest.raises(TypeError, match="needs a strided or jagged"):
+        pt.as_index(torch._nested_tensor_from_tensor_list([ready, ready[1:]]))
     with pytest.raises(TypeError, match=r"needs torch\.int64"):
         pt.as_index(ready, torch.int16)
+
+
+def test_as_index_of_a_jagged_tensor_names_the_row_and_the_place_in_it() -> None:
+    good = pt.as_nested(Ragged.from_lists([[7], [], [8, 9], []]))
+    assert [row.tolist() for row in pt.as_index(good).unbind()] == [[7], [], [8, 9], []]
+    assert pt.as_index(good).dtype == torch.int64
+    bad = pt.as_nested(Ragged.from_lists([[7], [], [8, -1], []]))
+    with pytest.raises(ValueError, match=r"has -1 at \[2, 1\]"):
+        pt.as_index(bad)
 
 
 def test_what_torch_lacks_for_uint16_works_after_a_checked_conversion(tmp_path: Path) -> None:
@@ -401,10 +461,39 @@ def test_the_size_and_the_checksum_are_judged_before_a_private_map(tmp_path: Pat
         assert caught.value.actual == len(content) - 1
 
 
+@pytest.mark.parametrize("how", ["checksum", "nfs4"])
+def test_what_was_compared_or_read_through_is_not_again_for_each_tensor(
+    how: str, tmp_path: Path
+) -> None:
+    rows = np.ones((1000, 3, 20), np.uint8)
+    [segment] = Writer(tmp_path).write({NAME: (0, rows)})
+    kind = "tmpfs" if how == "checksum" else how
+    roots = {str(tmp_path): {"directory": str(tmp_path), "type": kind}}
+    with Resolver(roots, verify="checksum" if how == "checksum" else "size") as resolver:
+        equal(pt.view(resolver, segment), rows)
+        first = resolver.stats()
+        assert rows.nbytes <= first.bytes_read < 1.1 * rows.nbytes
+        assert first.bytes_read_through == (0 if how == "checksum" else rows.nbytes)
+        for lo in range(9):
+            equal(pt.window(resolver, [segment], NAME, lo, 1000), rows[lo:])
+        assert resolver.stats().bytes_read == first.bytes_read
+        assert resolver.stats().bytes_copied == 0
+        content = bytearray(Path(segment.file).read_bytes())
+        content[-1] ^= 1
+        time.sleep(0.02)  # the clock that stamps changes ticks every 1 to 10 ms
+        Path(segment.file).write_bytes(content)
+        if how == "checksum":
+            with pytest.raises(PayloadCorruptError, match="checksum"):
+                pt.view(resolver, segment)
+        else:
+            assert pt.view(resolver, segment)[-1, -1, -1] == 0
+            assert resolver.stats().bytes_read_through == 2 * rows.nbytes
+
+
 def test_a_private_map_is_refused_like_any_other_when_descriptors_are_few(tmp_path: Path) -> None:
     """In a process of its own, as the limit stays."""
     code = f"""
-        import resource, sys
+        import os, resource, sys
         resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
         import payload.torch as pt
         from payload import Resolver, Segment
@@ -414,6 +503,8 @@ def test_a_private_map_is_refused_like_any_other_when_descriptors_are_few(tmp_pa
         for i, view in enumerate(views):
             view.fill_(i % 256)
         assert all(int(view.min()) == int(view.max()) == i % 256 for i, view in enumerate(views))
+        free = 96 - len(os.listdir("/proc/self/fd"))
+        assert free >= 16, free  # for the rest of the process
         stats = resolver.stats()
         print(sum(stats.fallbacks.values()), stats.bytes_copied // 60, stats.live_maps)
     """

@@ -52,6 +52,29 @@ def test_an_error_that_tells_of_others_pickles_with_them() -> None:
     assert errors.telling_of_all(third, [], 9).errors == ()
 
 
+def test_of_one_unreadable_segment_the_others_that_were_not_looked_at_are_told() -> None:
+    told = errors.telling_of_all(errors.PayloadMissingError("file 0", index=0), [], 300, 44)
+    want = "file 0 - 1 of 300 segments cannot be read: 0; 44 were not looked at"
+    assert str(told) == want
+    assert told.errors == ()
+
+
+def test_of_many_others_those_that_the_message_names_are_pickled() -> None:
+    """A thousand ranks may send one each to the node that reports."""
+    every = [
+        errors.PayloadMissingError(f"file '/shared/payload/{i}' is not there", index=i, path="/p")
+        for i in range(600)
+    ]
+    told = errors.telling_of_all(every[300], every[:300] + every[301:], 600)
+    assert len(told.errors) == 600
+    data = pickle.dumps(told)
+    assert len(data) < 5_000
+    twin = pickle.loads(data)
+    assert [one.index for one in twin.errors] == [*range(10), 300]
+    assert str(twin) == str(told)
+    assert "600 of 600 segments cannot be read: 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ..." in str(twin)
+
+
 def test_an_errno_survives_pickling() -> None:
     error = payload.PayloadWriteError("file was not written", errno=28)
     assert pickle.loads(pickle.dumps(error)).errno == 28
