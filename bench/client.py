@@ -86,9 +86,7 @@ def decoding(rounds: int) -> list[Figure]:
             name = f"decode {tokens:,} tokens, n = {n}, {order}"
             against = "renderers" if known else "msgspec"
             target = "<= 2" if known else "<= 1"
-            rows.append(
-                Figure(f"{name} / {against}", ours, theirs, "ms", ours / theirs, target)
-            )
+            rows.append(Figure(f"{name} / {against}", ours, theirs, "ms", ours / theirs, target))
     return rows
 
 
@@ -124,7 +122,9 @@ def side_array(root: str, rounds: int) -> list[Figure]:
     handle, fast, slow = medians(by_handle, simd, stdlib, rounds=rounds)
     name = "side array alone"
     rows = [
-        Figure(f"{name}: splice + SIMD base64 / handle", handle, fast, "ms", fast / handle, ">= 50"),
+        Figure(
+            f"{name}: splice + SIMD base64 / handle", handle, fast, "ms", fast / handle, ">= 50"
+        ),
         Figure(f"{name}: json + base64 / handle", handle, slow, "ms", slow / handle, ">= 500"),
     ]
     for tokens in (1_000, 10_000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import gc
 import os
 import resource
@@ -200,3 +201,43 @@ def program(module: str, *arguments: str, timeout: float | None = None) -> tuple
         timeout=timeout,
     )
     return done.returncode, done.stdout, done.stderr
+
+
+# --- a tmpfs with huge pages, seen by this process and its children only
+
+
+class Huge(msgspec.Struct):
+    """Where it is mounted, or why it is not."""
+
+    root: str | None = None
+    reason: str = ""
+
+
+@contextlib.contextmanager
+def huge_root() -> Iterator[Huge]:
+    """Mount tmpfs with huge=always in a mount namespace of this process, which must be root's."""
+    if os.geteuid():
+        yield Huge(reason="only root may mount it")
+        return
+    directory = tempfile.mkdtemp(prefix="byhandle-huge-")
+    new_mounts = 0x20000  # CLONE_NEWNS; os.unshare is there from Python 3.12 on
+    try:
+        failed = ctypes.CDLL(None, use_errno=True).unshare(new_mounts)
+        if failed:
+            yield Huge(reason=f"no mount namespace: {os.strerror(ctypes.get_errno())}")
+            return
+        for command in (
+            ["mount", "--make-rprivate", "/"],
+            ["mount", "-t", "tmpfs", "-o", "huge=always,size=50%", "tmpfs", directory],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                yield Huge(reason=f"{' '.join(command)}: {done.stderr.strip()}")
+                return
+        try:
+            yield Huge(directory)
+        finally:
+            subprocess.run(["umount", "-l", directory], check=False)
+    finally:
+        with contextlib.suppress(OSError):
+            os.rmdir(directory)

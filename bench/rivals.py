@@ -32,7 +32,11 @@ class Given:
     """
 
     def __init__(
-        self, root: str, rollouts: list[list[Segment]], messages: list[list[bytes]], twins: list[list[str]]
+        self,
+        root: str,
+        rollouts: list[list[Segment]],
+        messages: list[list[bytes]],
+        twins: list[list[str]],
     ) -> None:
         self.root = root
         self.rollouts = rollouts
@@ -78,18 +82,30 @@ def joined(given: Given, turns: list[Array]) -> Array:
 
 
 def by_handle(given: Given, dtype: Any = None) -> Get:
-    """A new resolver each time: nothing is open, nothing is mapped."""
+    """A trainer's resolver, and files it never saw: what one more rollout costs."""
+    resolver = Resolver(given.root)
+    files = [segment.file for turns in given.rollouts for segment in turns]
 
     def get() -> list[Any]:
-        resolver = Resolver(given.root)
-        given.closing.append(resolver.close)
+        given.closing.append(lambda: resolver._files.drop(files))  # as if they were new
         return windows(given, resolver, dtype)
 
     return get
 
 
-def by_handle_kept(given: Given) -> Get:
-    """The resolver of a trainer that goes on: files are mapped after the first time."""
+def by_handle_anew(given: Given) -> Get:
+    """A new resolver each time: nothing is open, not even the root."""
+
+    def get() -> list[Any]:
+        resolver = Resolver(given.root)
+        given.closing.append(resolver.close)
+        return windows(given, resolver, None)
+
+    return get
+
+
+def by_handle_again(given: Given) -> Get:
+    """Files that are mapped already."""
     resolver = Resolver(given.root)
     return lambda: windows(given, resolver, None)
 
@@ -267,7 +283,8 @@ def memcpy(given: Given) -> Get:
 
 FIXED = (
     Way("by handle", "ours", by_handle, "handle"),
-    Way("by handle, resolver kept", "ours", by_handle_kept, "handle"),
+    Way("by handle, new resolver", "ours", by_handle_anew, "handle"),
+    Way("by handle, mapped before", "ours", by_handle_again, "handle"),
     Way("by handle, int32", "ours", lambda given: by_handle(given, "field"), "handle", wide=True),
     Way("json, base64", "inline", inline(json_loads, b64decode), "json"),
     Way("orjson, base64", "inline", inline(orjson_loads, b64decode), "json", needs="orjson"),
@@ -287,34 +304,27 @@ FIXED = (
 # --- sampling masks: ragged rows
 
 
-def ragged_by_handle(given: Given) -> Get:
-    def get() -> list[Any]:
+def mask_by_handle(*, padded: bool) -> Callable[[Given], Get]:
+    """A trainer's resolver, and files it never saw."""
+
+    def make(given: Given) -> Get:
         resolver = Resolver(given.root)
-        given.closing.append(resolver.close)
-        found: list[Any] = []
-        for turns in given.messages:
-            segments = [one for raw in turns for one in msgspec.json.decode(raw)["payload"]]
-            hi = segments[-1]["pos"] + segments[-1]["rows"]
-            found.append(resolver.ragged(segments, "sampling_mask", 0, hi))
-        given.copied += resolver.stats().bytes_copied
-        return found
+        read = resolver.window if padded else resolver.ragged
+        files = [segment.file for turns in given.rollouts for segment in turns]
 
-    return get
+        def get() -> list[Any]:
+            given.closing.append(lambda: resolver._files.drop(files))
+            before = resolver.stats().bytes_copied
+            found: list[Any] = []
+            for [raw] in given.messages:
+                segments = msgspec.json.decode(raw)["payload"]
+                found.append(read(segments, "sampling_mask", 0, segments[-1]["rows"]))
+            given.copied += resolver.stats().bytes_copied - before
+            return found
 
+        return get
 
-def padded_by_handle(given: Given) -> Get:
-    def get() -> list[Any]:
-        resolver = Resolver(given.root)
-        given.closing.append(resolver.close)
-        found: list[Any] = []
-        for turns in given.messages:
-            segments = [one for raw in turns for one in msgspec.json.decode(raw)["payload"]]
-            hi = segments[-1]["pos"] + segments[-1]["rows"]
-            found.append(resolver.window(segments, "sampling_mask", 0, hi))
-        given.copied += resolver.stats().bytes_copied
-        return found
-
-    return get
+    return make
 
 
 def lists(parse: Callable[[bytes], Any]) -> Callable[[Given], Get]:
@@ -333,7 +343,9 @@ def lists(parse: Callable[[bytes], Any]) -> Callable[[Given], Get]:
     return make
 
 
-def packed_mask(parse: Callable[[bytes], Any], decode: Callable[[Any], bytes]) -> Callable[[Given], Get]:
+def packed_mask(
+    parse: Callable[[bytes], Any], decode: Callable[[Any], bytes]
+) -> Callable[[Given], Get]:
     """Ids and counts, packed."""
 
     def make(given: Given) -> Get:
@@ -386,12 +398,14 @@ def msgpack_mask(raw: bytes) -> Any:
 
 
 MASKS = (
-    Way("by handle", "ours", ragged_by_handle, "handle"),
-    Way("by handle, padded", "ours", padded_by_handle, "handle", wide=True),
+    Way("by handle", "ours", mask_by_handle(padded=False), "handle"),
+    Way("by handle, padded", "ours", mask_by_handle(padded=True), "handle", wide=True),
     Way("json, lists of ids", "inline", lists(json_loads), "lists"),
     Way("msgspec, lists of ids", "inline", lists(msgspec_json), "lists"),
     Way("orjson, lists of ids", "inline", lists(orjson_loads), "lists", needs="orjson"),
-    Way("msgspec, SIMD base64", "inline", packed_mask(msgspec_json, simd), "json", needs="pybase64"),
+    Way(
+        "msgspec, SIMD base64", "inline", packed_mask(msgspec_json, simd), "json", needs="pybase64"
+    ),
     Way("msgpack bytes", "inline", packed_mask(msgpack_mask, bytes), "msgpack"),
     Way("pread, padded", "file", upstream_mask, wide=True),
     Way("safetensors safe_open", "file", safe_mask, needs="safetensors"),
