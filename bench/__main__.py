@@ -166,8 +166,8 @@ class Bench:
                 finally:
                     for child in children:
                         child.communicate()
-                sums = [sum(one[key] for one in held) for key in ("pss", "private")]
-                one = Held(way.name, count, took, *sums, laid.nbytes)
+                pss, private = (sum(one[key] for one in held) for key in ("pss", "private"))
+                one = Held(way.name, count, took, pss, private, laid.nbytes)
                 self.report.processes.append(one)
                 self.say(
                     f"{one.way:<24}{count:>3} processes {one.ms:>9.1f} ms {one.pss / 1e6:>8.0f} MB PSS "
@@ -204,7 +204,10 @@ class Bench:
         for scenario in scenarios(self.scale, self.quick):
             if self.quick and scenario.name in ("step", "wide"):
                 continue
-            every = places[:1] if self.quick and scenario.name != "rollout" else places
+            every = places
+            if self.quick:
+                cold = [place for place in places if place.cache == "cold"]
+                every = places[:1] + (cold if scenario.name == "rollout" else [])
             self.scenario(scenario, every)
         self.head("one rollout, by size (fastest round, ms)")
         sizes = (3_000, 30_000) if self.quick else (300, 3_000, 30_000, 300_000)
@@ -274,7 +277,7 @@ def kind_of(directory: str) -> str:
 def roots(bench: Bench, own: str | None) -> Iterator[list[Place]]:
     """Directories to measure on, gone afterwards."""
     with contextlib.ExitStack() as stack:
-        places = []
+        places: list[Place] = []
 
         def add(name: str, base: str, *caches: str) -> None:
             directory = stack.enter_context(measure.scratch(base))

@@ -267,6 +267,7 @@ def plots(report: Report, directory: Path) -> list[Path]:
         return []
     matplotlib.use("Agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     pyplot.rcParams.update(
         {"font.size": 10, "axes.grid": True, "grid.alpha": 0.3, "figure.dpi": 100}
@@ -292,6 +293,12 @@ def plots(report: Report, directory: Path) -> list[Path]:
                 label=way,
             )
 
+    def plain(axis: Any) -> None:
+        """Label powers of ten, and 2 and 5 between them, as people write them."""
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5) if axis.axis_name == "x" else (1,)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+        axis.set_minor_formatter(NullFormatter())
+
     def against(timed: list[Timed], x: Any) -> dict[str, list[tuple[float, float]]]:
         points: dict[str, list[tuple[float, float]]] = {}
         for one in timed:
@@ -308,6 +315,14 @@ def plots(report: Report, directory: Path) -> list[Path]:
             figure, axes = pyplot.subplots(figsize=(8, 4.6))
             curves(axes, against(timed, x))
             axes.set(xscale="log", yscale="log", xlabel=label, ylabel="ms (log)", title=title)
+            plain(axes.yaxis)
+            if name == "size":
+                plain(axes.xaxis)
+            else:
+                axes.set_xticks(
+                    counts := sorted({x(one) for one in timed}), [f"{n:,}" for n in counts]
+                )
+                axes.minorticks_off()
             axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5))
             save(figure, name)
     if report.processes:
@@ -357,12 +372,19 @@ def plots(report: Report, directory: Path) -> list[Path]:
                 ]
                 places = [at + 0.2 * number - 0.3 for at in range(len(sizes))]
                 bars = axes.bar(places, values, 0.19, color=colors[way], label=way)
-                axes.bar_label(bars, [f"{value:.2g}" for value in values], fontsize=7, padding=1)
+                axes.bar_label(
+                    bars,
+                    [f"{value:.2g}" if value < 10 else f"{value:.0f}" for value in values],
+                    fontsize=7,
+                    padding=1,
+                )
             axes.set_xticks(
                 range(len(sizes)), [f"{size.removeprefix('http ')} tokens" for size in sizes]
             )
             axes.set(yscale="log", ylabel=label, title=title)
+            plain(axes.yaxis)
             axes.margins(y=0.12)
+        left.set_ylim(top=left.get_ylim()[1] * 8)  # room for the legend
         left.legend(fontsize=8, loc="upper left")
         save(figure, "http")
     shown = list(dict.fromkeys(one.scenario for one in report.phases))

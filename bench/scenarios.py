@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import io
+import itertools
 import os
 import uuid
 from pathlib import Path
@@ -149,7 +149,7 @@ def lay(scenario: Scenario, root: str, *, inline: bool = True) -> Laid:
             laid.nbytes += part.nbytes
         ends = np.linspace(0, scenario.tokens, scenario.turns + 1).astype(int).tolist()
         field = "routed_experts" if scenario.experts else "sampling_mask"
-        for start, stop in zip(ends, ends[1:], strict=False):
+        for start, stop in itertools.pairwise(ends):
             [segment] = writer.write({field: (start, whole[start:stop])})
             segments.append(segment)
             if scenario.experts:
@@ -199,10 +199,3 @@ def message_of(form: str, field: str, segment: Segment, rows: Any) -> bytes:
             parts = {key: {"data": value} for key, value in parts.items()}
         return encode({field: parts})
     return encode({field: packed(rows)})
-
-
-def npy_text(rows: Array) -> str:
-    """base64 of a .npy file, as stock vLLM sends routed experts."""
-    file = io.BytesIO()
-    np.save(file, rows, allow_pickle=False)
-    return base64.b64encode(file.getbuffer()).decode()
