@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import json
+import ssl
 import sys
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import httpx2
 import msgspec
 
 # Generations take as long as they take; a server that is not there is told apart sooner.
-_TIMEOUT: Final = httpx2.Timeout(None, connect=10)
+TIMEOUT: Final = httpx2.Timeout(None, connect=10)
+# Seconds a server may take to tell its context length, which we do without otherwise.
+_LOOKUP: Final = 10.0
+# Seconds our calls work before the event loop sees to everything else.
+SHARE: Final = 0.008
+# What sending a request costs before it first waits, as it cannot be timed: seconds.
+_SEND: Final = 0.001
 
 
 class ContextLength(NamedTuple):
     """Ask how many tokens the engine takes; the answer is an int or None."""
 
-    model: str
+    model: str | None
 
 
 class Generate(NamedTuple):
@@ -36,7 +46,9 @@ Step = ContextLength | Generate
 async def opened(client: Any) -> AsyncIterator[Any]:
     """Give an asynchronous client, made of a URL if need be."""
     if isinstance(client, str):
-        async with httpx2.AsyncClient(base_url=client, timeout=_TIMEOUT) as http:
+        async with httpx2.AsyncClient(
+            base_url=client, timeout=TIMEOUT, verify=_verify(client)
+        ) as http:
             yield http
     else:
         _check_kind(client, "Sync", "Client", "Async")
@@ -47,40 +59,49 @@ async def opened(client: Any) -> AsyncIterator[Any]:
 def opened_sync(client: Any) -> Iterator[Any]:
     """Give a synchronous client, made of a URL if need be."""
     if isinstance(client, str):
-        with httpx2.Client(base_url=client, timeout=_TIMEOUT) as http:
+        with httpx2.Client(base_url=client, timeout=TIMEOUT, verify=_verify(client)) as http:
             yield http
     else:
         _check_kind(client, "Async", "AsyncClient", "")
         yield client
 
 
+def _verify(url: str) -> ssl.SSLContext | bool:
+    """Whom to trust: made once, as it takes longer than a call, and not at all without TLS."""
+    scheme = url.partition("://")[0].lower()
+    if scheme not in ("http", "https"):
+        raise ValueError(
+            f"client is {url[:100]!r}: needs a URL that begins with http:// or https://"
+        )
+    return scheme == "https" and _trusted()
+
+
+@cache
+def _trusted() -> ssl.SSLContext:
+    return httpx2.create_ssl_context()
+
+
 async def perform(client: Any, step: Step) -> Any:
     """Ask the server, and return its answer to `step`."""
     if isinstance(step, Generate):
-        await _turn()
-        body = _body(await _post(client, step))
-        await _turn()
-        return body
+        await turn()
+        worked(_SEND)
+        return _body(await _post(client, step))
     key = _key(client, step)
-    if key not in _context_lengths:
-        async with _locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            if key not in _context_lengths:
-                try:
-                    _context_lengths[key] = _length(await _get_models(client), step.model)
-                except Exception:  # whatever fails here, the engine still refuses by itself
-                    _context_lengths[key] = None
+    loop = asyncio.get_running_loop()
+    while key not in _context_lengths:
+        if asked := _asking.get((loop, key)):
+            await asked.wait()
+            continue
+        asked = _asking[loop, key] = asyncio.Event()
+        try:
+            _context_lengths[key] = _length(await _get_models(client), step.model)
+        except Exception:  # whatever fails here, the engine still refuses by itself
+            _context_lengths[key] = None
+        finally:  # cancelled, another of those who wait asks
+            del _asking[loop, key]
+            asked.set()
     return _context_lengths[key]
-
-
-_turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-async def _turn() -> None:
-    """Wait for a turn: of many calls that could go on, one does so between two looks at the rest."""
-    async with _turns.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-        await asyncio.sleep(0)
 
 
 def perform_sync(client: Any, step: Step) -> Any:
@@ -96,15 +117,33 @@ def perform_sync(client: Any, step: Step) -> Any:
     return _context_lengths[key]
 
 
+_Key = tuple[str, str | None]
 # Tokens the engine takes, by server and model; None, and not asked again, if it does not say.
-_context_lengths: dict[tuple[str, str], int | None] = {}
-# One per event loop: a lock belongs to the loop it first waited in.
-_locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = (
-    weakref.WeakKeyDictionary()
-)
+_context_lengths: dict[_Key, int | None] = {}
+_asking: dict[tuple[asyncio.AbstractEventLoop, _Key], asyncio.Event] = {}
+# Seconds our calls worked since the loop last saw to everything that was ready.
+_spent: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, float] = weakref.WeakKeyDictionary()
 
 
-def _key(client: Any, step: ContextLength) -> tuple[str, str]:
+async def turn() -> None:
+    """Wait while our calls have had their share of this round of the event loop.
+
+    Hundreds of answers that arrive together would else be decoded in one round.
+    """
+    loop = asyncio.get_running_loop()
+    while _spent.get(loop, 0.0) >= SHARE:
+        await asyncio.sleep(0)
+
+
+def worked(seconds: float) -> None:
+    """Count work of a call in this round of the running event loop."""
+    loop = asyncio.get_running_loop()
+    if loop not in _spent:
+        loop.call_soon(_spent.pop, loop, None)  # the next round begins with it
+    _spent[loop] = _spent.get(loop, 0.0) + seconds
+
+
+def _key(client: Any, step: ContextLength) -> _Key:
     return str(getattr(client, "base_url", "")), step.model
 
 
@@ -130,21 +169,37 @@ def _check_kind(client: Any, wrong: str, plain: str, right: str) -> None:
         if cls.__name__ == names.get(library):
             needed = f"{right}OpenAI" if library == "openai" else f"{library}.{right}Client"
             raise TypeError(f"client is {type(client).__name__}: needs {needed}, or a URL")
+    if not hasattr(client, "base_url"):
+        raise TypeError(
+            f"client is {type(client).__name__}: needs {right}OpenAI, httpx2.{right}Client, or a URL"
+        )
 
 
 def _post(client: Any, step: Generate) -> Any:
     """Response to the request, to be awaited if the client is asynchronous."""
     url = f"{_root(client)}/inference/v1/generate"
     if _library(client):
-        headers = {"content-type": "application/json", **(step.headers or {})}
-        return client.post(url, content=msgspec.json.encode(step.body), headers=headers)
+        given = {name.lower(): value for name, value in (step.headers or {}).items()}
+        headers = {"content-type": "application/json"} | given
+        return client.post(url, content=_encoded(step.body), headers=headers)
     # The response class must come from the library the client is built on.
     library = sys.modules.get(_library(getattr(client, "_client", None)) or "", httpx2)
     options = {"options": {"headers": dict(step.headers)}} if step.headers else {}
     return client.post(url, cast_to=library.Response, body=step.body, **options)
 
 
+def _encoded(body: dict[str, Any]) -> bytes:
+    try:
+        params = json.dumps(body["sampling_params"], allow_nan=False)
+    except (TypeError, ValueError) as error:  # msgspec would send null for what is not finite
+        raise type(error)(f"sampling_params cannot be sent as JSON: {error}") from None
+    return msgspec.json.encode(body | {"sampling_params": msgspec.Raw(params.encode())})
+
+
 def _body(response: Any) -> bytes:
+    if inspect.iscoroutine(response):
+        response.close()
+        raise TypeError("client is asynchronous: needs a synchronous one, or a URL")
     if not getattr(response, "is_success", True):  # openai's clients have raised by now
         try:
             response.raise_for_status()
@@ -157,15 +212,18 @@ def _body(response: Any) -> bytes:
 
 def _get_models(client: Any) -> Any:
     if _library(client):
-        return client.get(f"{_root(client)}/v1/models")
+        return client.get(f"{_root(client)}/v1/models", timeout=_LOOKUP)
     return client.get("/models", cast_to=dict[str, Any])
 
 
-def _length(models: Any, model: str) -> int | None:
+def _length(models: Any, model: str | None) -> int | None:
     if not isinstance(models, Mapping):
         models = msgspec.json.decode(_body(models))
-    for card in models.get("data") or []:
-        if isinstance(card, Mapping) and card.get("id") == model:
+    cards = models.get("data") or []
+    for card in cards:
+        if not isinstance(card, Mapping):
+            continue
+        if card.get("id") == model or (model is None and len(cards) == 1):
             length = card.get("max_model_len")
             return length if isinstance(length, int) and length > 0 else None
     return None

@@ -54,7 +54,7 @@ def parse_generate_response(raw: bytes) -> dict[str, Any]:
         raise malformed("$", f"is {kind(data)}: needs an object")
     choices = data.get("choices")
     if not isinstance(choices, list) or not choices:
-        said = f"; the server said {data['error']!r}" if data.get("error") else ""
+        said = f"; the server said {shown(data['error'])}" if data.get("error") else ""
         found = "empty" if choices == [] else kind(choices)
         raise malformed("$.choices", f"is {found}: needs a list of at least one{said}")
     for index, choice in enumerate(choices):
@@ -135,8 +135,8 @@ class _Entry(msgspec.Struct, gc=False):
     """One logprob; a thousand dicts a response in its place keep the garbage collector busy."""
 
     logprob: float
-    token: Any = None
-    token_id: Any = None
+    token: str | None = None
+    token_id: int | None = None
 
 
 class _Logprobs(msgspec.Struct, gc=False):
@@ -184,10 +184,13 @@ def sampled(raw: bytes) -> tuple[dict[str, Any], dict[str, Any], list[int], list
         if given is None or choice.get("completion_logprobs") is not None:
             return data, choice, ids, _completion_logprobs(choice, ids)
         logprobs = [entry.logprob for entry in given.content]
-        if (
-            [entry.token_id for entry in given.content] == ids
-            or [entry.token for entry in given.content] == [f"token_id:{token}" for token in ids]
-        ) and NO_LOGPROB not in logprobs:
+        numbers = [entry.token_id for entry in given.content]
+        names = [entry.token for entry in given.content]
+        none = [None] * len(ids)
+        # vLLM writes "token": "token_id:N", since 0.31 "token_id": N.
+        newer = numbers == ids and names == none
+        older = numbers == none and names == [f"token_id:{token}" for token in ids]
+        if (newer or older) and NO_LOGPROB not in logprobs:
             return data, choice, ids, logprobs
     data = parse_generate_response(raw)
     choice = data["choices"][0]
@@ -201,7 +204,7 @@ def token_ids(ids: Any, place: str) -> list[int]:
         raise malformed(place, f"is {kind(ids)}: needs a list")
     if not set(map(type, ids)) <= {int}:
         index = next(i for i, token in enumerate(ids) if type(token) is not int)
-        raise malformed(f"{place}[{index}]", f"is {ids[index]!r}: needs an integer")
+        raise malformed(f"{place}[{index}]", f"is {shown(ids[index])}: needs an integer")
     return ids
 
 
@@ -230,11 +233,14 @@ def _completion_logprobs(choice: Mapping[str, Any], ids: list[int]) -> list[floa
     for index, entry in enumerate(content[: len(ids)]):
         if not isinstance(entry, Mapping):
             raise malformed(f"{place}[{index}]", f"is {kind(entry)}: needs an object")
+        name, number = entry.get("token"), entry.get("token_id")
         token = ids[index]
-        # vLLM writes "token": "token_id:N", since 0.31 "token_id": N.
-        if entry.get("token") != f"token_id:{token}" and entry.get("token_id") != token:
-            found = entry.get("token", entry.get("token_id"))
-            raise malformed(f"{place}[{index}]", f"is of token {found!r}: needs token {token}")
+        right = name in (None, f"token_id:{token}") and (
+            number is None or (type(number) is int and number == token)
+        )
+        if not right or (name is None and number is None):
+            said = " and ".join(shown(one) for one in (name, number) if one is not None) or "none"
+            raise malformed(f"{place}[{index}]", f"is of token {said}: needs token {token}")
         values.append(entry.get("logprob"))
     return _checked(values, len(ids), place, len(content))
 
@@ -246,7 +252,7 @@ def _checked(values: list[Any], tokens: int, place: str, found: int | None = Non
     for index, value in enumerate(values):
         if type(value) is not float:
             if isinstance(value, bool) or not isinstance(value, int):
-                raise malformed(f"{place}[{index}]", f"has logprob {value!r}: needs a number")
+                raise malformed(f"{place}[{index}]", f"has logprob {shown(value)}: needs a number")
             try:
                 values[index] = value = float(value)
             except OverflowError:
@@ -263,7 +269,7 @@ def _unpack(packed: Any) -> list[Any]:
     if not isinstance(packed, Mapping):
         raise malformed(place, f"is {kind(packed)}: needs an object")
     if packed.get("dtype") != "float32":
-        raise malformed(f"{place}.dtype", f"is {packed.get('dtype')!r}: needs 'float32'")
+        raise malformed(f"{place}.dtype", f"is {shown(packed.get('dtype'))}: needs 'float32'")
     try:
         data = base64.b64decode(packed.get("data"), validate=True)  # type: ignore[arg-type]
     except (binascii.Error, TypeError, ValueError) as error:
@@ -271,7 +277,7 @@ def _unpack(packed: Any) -> list[Any]:
     shape = packed.get("shape")
     if shape != [len(data) // 4] or len(data) % 4:
         raise malformed(
-            f"{place}.shape", f"is {shape!r}: {len(data)} bytes need [{len(data) / 4:g}]"
+            f"{place}.shape", f"is {shown(shape)}: {len(data)} bytes need [{len(data) / 4:g}]"
         )
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
@@ -279,6 +285,12 @@ def _unpack(packed: Any) -> list[Any]:
 def malformed(place: str, message: str) -> MalformedGenerateResponseError:
     """Make the error for what is wrong at `place`."""
     return MalformedGenerateResponseError(f"response value {message} - at {place}")
+
+
+def shown(value: object) -> str:
+    """Return what was found, as far as an error needs it."""
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:300]}..."
 
 
 def kind(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ async def generate(
     client: Any,
     renderer: Any = None,
     messages: Sequence[Mapping[str, Any]] | None = None,
-    model: str,
+    model: str | None = None,
     prompt_ids: Sequence[int] | None = None,
     multi_modal_data: Any = None,
     prompt_attribution: Any = None,
@@ -41,8 +42,8 @@ async def generate(
         package. Without one, give `prompt_ids`; the completion is then not parsed.
     messages : sequence of message, optional
         Rendered into the prompt unless `prompt_ids` is given.
-    model : str
-        Name the server knows the model by.
+    model : str, optional
+        Name the server knows the model by. Default: the server's own choice.
     prompt_ids : sequence of int, optional
         A prompt that was rendered before.
     multi_modal_data, prompt_attribution : object, optional
@@ -60,7 +61,7 @@ async def generate(
         HTTP headers of this request.
     max_prompt_len : int, optional
         Tokens the engine takes. Default: what ``GET /models`` says, asked once per server and
-        model; unknown if it does not say.
+        model; if it does not say, or does not answer, nothing is checked from then on.
     process_multimodal : bool
         False leaves media to the server: they are sent as content parts and the server answers
         with the expanded prompt.
@@ -73,7 +74,8 @@ async def generate(
         ``tool_calls``, ``finish_reason``, ``reasoning_complete``, ``routed_experts``,
         ``sampling_mask``, ``sampling_mask_logprobs``, ``payload``, ``multi_modal_data``,
         ``prompt_attribution``. `payload` and `sampling_mask_logprobs` are exactly what the server
-        sent, None when it sent none; inline `routed_experts` and `sampling_mask` are not decoded.
+        sent, None when it sent none; inline `routed_experts` and `sampling_mask` are not decoded,
+        see `parse_generate_response`: a memoryview among them keeps the whole body.
 
     Raises
     ------
@@ -93,11 +95,15 @@ async def generate(
     async with _http.opened(client) as http:
         answer = None
         while True:
+            await _http.turn()
+            began = time.perf_counter()
             try:
                 step = steps.send(answer)
             except StopIteration as done:
                 result: dict[str, Any] = done.value
                 return result
+            finally:
+                _http.worked(time.perf_counter() - began)
             answer = await _http.perform(http, step)
 
 
@@ -106,7 +112,7 @@ def generate_sync(
     client: Any,
     renderer: Any = None,
     messages: Sequence[Mapping[str, Any]] | None = None,
-    model: str,
+    model: str | None = None,
     prompt_ids: Sequence[int] | None = None,
     multi_modal_data: Any = None,
     prompt_attribution: Any = None,
@@ -141,7 +147,7 @@ def _steps(
     *,
     renderer: Any,
     messages: Sequence[Mapping[str, Any]] | None,
-    model: str,
+    model: str | None,
     prompt_ids: Sequence[int] | None,
     multi_modal_data: Any,
     prompt_attribution: Any,
@@ -186,7 +192,9 @@ def _steps(
         params["stop_token_ids"] = renderer.get_stop_token_ids()
     params["logprobs"] = 1
     params.setdefault("skip_special_tokens", False)
-    body: dict[str, Any] = {"model": model, "token_ids": prompt, "sampling_params": params}
+    body: dict[str, Any] = {"token_ids": prompt, "sampling_params": params}
+    if model is not None:
+        body = {"model": model} | body
     parts = None if process_multimodal else _content_parts(messages or [])
     if parts:
         body |= {"content_parts": parts, "return_token_ids": True}
@@ -242,10 +250,11 @@ def _is_ok(call: Any) -> bool:
     return str(getattr(call.status, "name", call.status)).upper() == "OK"
 
 
+# In the order in which a part without a type is looked at.
 _MEDIA = {
-    name: url
-    for url in ("image_url", "audio_url", "video_url")
-    for name in (url, url[: -len("_url")])
+    name: f"{medium}_url"
+    for medium in ("image", "audio", "video")
+    for name in (medium, f"{medium}_url")
 }
 
 
@@ -257,11 +266,14 @@ def _content_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, str]
         for part in content if isinstance(content, list) else ():
             if not isinstance(part, Mapping):
                 continue
-            name = part.get("type") or next((key for key in _MEDIA if part.get(key)), None)
-            if name not in _MEDIA:
+            name = part.get("type")
+            if name is None:
+                name = next((key for key in _MEDIA if part.get(key)), None)
+            if not isinstance(name, str) or name not in _MEDIA:
                 continue
-            media = _MEDIA[name]
-            source = part.get(name) or part.get(media) or part.get("url")
+            media, source = _MEDIA[name], part.get(name)
+            if source is None:
+                source = part.get(media) or part.get("url")
             url = source.get("url") if isinstance(source, Mapping) else source
             if not isinstance(url, str) or not url:
                 raise ValueError(f"{name} content part has no URL")

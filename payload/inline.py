@@ -223,7 +223,7 @@ def spill(
     Parameters
     ----------
     choice : mapping
-        With ``token_ids``, and `routed_experts`, `sampling_mask` (or `kept_tokens`) and
+        With ``token_ids`` (or ``completion_ids``: a result of `client.generate` will do), and `routed_experts`, `sampling_mask` (or `kept_tokens`) and
         `sampling_mask_logprobs` in any inline form, missing, or None. It is not changed.
     writer : Writer
         Writes one file for all of them, or none if nothing is inline. It blocks: an async server
@@ -274,7 +274,7 @@ def spill(
         raise _wrong(
             "$.payload", "payload", f"payload comes beside inline {', '.join(inline)}: needs null"
         )
-    tokens = choice.get("token_ids")
+    tokens = choice.get("token_ids", choice.get("completion_ids"))
     if not isinstance(tokens, (list, tuple)):
         raise _wrong("$.token_ids", "form", f"token_ids is {_said(tokens)}: needs a list")
     arrays: dict[str, tuple[int, Array | Ragged]] = {}

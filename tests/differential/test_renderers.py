@@ -253,18 +253,29 @@ def bodies(draw: st.DrawFn) -> bytes:
     return json.dumps(body, separators=separators).encode()
 
 
+sources: Any = st.sampled_from(
+    [None, "", 0, {}, "data:a", "data:b", {"url": "data:c"}, {"url": ""}]
+)
+parts = st.fixed_dictionaries(
+    {},
+    optional={
+        "type": st.sampled_from([None, "", "text", "image", "image_url", "audio", "video_url", 5]),
+        **dict.fromkeys(("image", "image_url", "audio", "audio_url", "video", "url"), sources),
+    },
+)
 IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:a"}}]}
+MEDIA = parts.map(lambda part: [{"role": "user", "content": [part]}])
 arguments = st.fixed_dictionaries(
     {},
     optional={
         "model": st.sampled_from(["silent", "short", "unknown"]),
         "prompt_ids": st.none() | st.lists(ids, max_size=9),
-        "messages": st.sampled_from([[], [{"role": "user", "content": "hi"}], [IMAGE]]),
+        "messages": st.sampled_from([[], [{"role": "user", "content": "hi"}], [IMAGE]]) | MEDIA,
         "renderer": st.sampled_from([Renderer(), Renderer(), Toolless()]),
         "tools": st.sampled_from([None, [], [{"name": "f"}]]),
         "sampling_params": st.none()
         | st.dictionaries(
-            st.sampled_from(["temperature", "logprobs", "stop_token_ids", "extra_args", "n"]),
+            st.sampled_from(["temperature", "logprobs", "skip_special_tokens", "extra_args", "n"]),
             json_values,
         ),
         "cache_salt": st.none() | st.text(max_size=3),

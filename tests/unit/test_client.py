@@ -1,8 +1,11 @@
 import asyncio
+import gc
 import json
 import re
 import socket
 import threading
+import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -17,9 +20,16 @@ import openai
 import pytest
 
 import client
-from client import MalformedGenerateResponseError, OverlongPromptError, generate, generate_sync
-from payload import Ragged, Resolver, Writer
-from payload.testing.server import Completion, app
+from client import (
+    MalformedGenerateResponseError,
+    OverlongPromptError,
+    _http,
+    generate,
+    generate_sync,
+    payload_status,
+)
+from payload import Ragged, Resolver, Writer, spill
+from payload.testing.server import Completion, app, encode_inline
 
 KEYS = [
     "request_id", "usage", "prompt_ids", "renderer_prompt_ids", "mm_placeholders", "completion_ids",
@@ -565,26 +575,224 @@ def test_a_server_that_is_not_there_is_the_clients_error() -> None:
         generate_sync(client=url, model="m", prompt_ids=[1])
 
 
-def test_many_calls_at_once_leave_the_event_loop_to_others(serve: Callable[..., str]) -> None:
-    url = serve(app(completions))
-    turns = 0
+class Busy(Client):
+    """Takes 2 ms of the event loop to send, and answers all at once when `together` have asked."""
 
-    async def run() -> int:
-        nonlocal turns
+    together = 60
 
-        async def other() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
+    def __init__(self, size: int) -> None:
+        super().__init__(answer(sampling_mask=[[1] * size]))
+        self.all_asked = asyncio.Event()
 
-        async with httpx2.AsyncClient(base_url=url) as http:
-            await generate(client=http, model="m", prompt_ids=[1])
-            task = asyncio.create_task(other())
-            calls = [generate(client=http, model="m", prompt_ids=[1]) for _ in range(32)]
-            await asyncio.gather(*calls)
-            task.cancel()
-        return turns
+    async def post(self, url: str, **more: Any) -> Any:
+        burn(0.002)
+        self.sent.append((url, more))
+        if len(self.sent) == self.together:
+            self.all_asked.set()
+        await self.all_asked.wait()
+        return SimpleNamespace(content=self.answer)
 
-    # Each call takes one turn to send and one to decode; between two turns the others are served.
-    assert asyncio.run(run()) >= 64
+
+def burn(seconds: float) -> None:
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        pass
+
+
+@pytest.mark.parametrize("phase", ["sending", "decoding"])
+def test_many_calls_at_once_leave_the_event_loop_to_others(
+    phase: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_http, "_SEND", 0.002)
+    decode = client.generate.__globals__["sampled"]
+
+    def slow(raw: bytes) -> Any:
+        burn(0.002)
+        return decode(raw)
+
+    monkeypatch.setitem(client.generate.__globals__, "sampled", slow)
+    most = {"sending": 0, "decoding": 0}
+    done = 0
+
+    async def run() -> None:
+        nonlocal done
+        server = Busy(10)
+
+        async def one() -> None:
+            nonlocal done
+            await generate(client=server, model="m", prompt_ids=[1])
+            done += 1
+
+        calls = [asyncio.create_task(one()) for _ in range(Busy.together)]
+        sent = decoded = 0
+        while done < Busy.together:  # how many calls went on since this one was last seen to
+            await asyncio.sleep(0)
+            most["sending"] = max(most["sending"], len(server.sent) - sent)
+            most["decoding"] = max(most["decoding"], done - decoded)
+            sent, decoded = len(server.sent), done
+        await asyncio.gather(*calls)
+
+    asyncio.run(run())
+    # 8 ms is the share of a round, so four or five calls of 2 ms go on in one, not all sixty.
+    assert 1 <= most[phase] <= 6
+
+
+def test_a_busy_neighbour_does_not_slow_calls_down_to_one_a_round() -> None:
+    rounds = 0
+
+    async def run() -> None:
+        nonlocal rounds
+        server = Busy(10)
+        calls = [
+            asyncio.create_task(generate(client=server, model="m", prompt_ids=[1]))
+            for _ in range(Busy.together)
+        ]
+        while not all(call.done() for call in calls):
+            burn(0.005)
+            rounds += 1
+            await asyncio.sleep(0)
+
+    asyncio.run(run())
+    assert rounds < Busy.together
+
+
+def test_event_loops_that_are_over_are_forgotten() -> None:
+    loops = []
+
+    async def run() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        server = Client(answer())
+        calls = [generate(client=server, model=f"m{i}", prompt_ids=[1]) for i in range(3)]
+        await asyncio.gather(*calls)
+
+    for _ in range(5):
+        asyncio.run(run())
+    gc.collect()
+    assert [loop() for loop in loops] == [None] * 5
+    assert not _http._asking
+
+
+class Lookup(Client):
+    """Counts how often its models are asked for, and answers when told to."""
+
+    def __init__(self, base_url: str, models: Any = None) -> None:
+        super().__init__(answer(), models)
+        self.base_url = base_url
+        self.asked = 0
+        self.told = asyncio.Event()
+
+    async def get(self, url: str, **more: Any) -> Any:
+        self.asked += 1
+        await self.told.wait()
+        return await super().get(url, **more)
+
+
+def test_the_context_length_is_asked_for_once_by_calls_that_begin_together() -> None:
+    async def run(models: Any) -> Lookup:
+        server = Lookup(f"http://127.0.0.1:1/{models is None}/v1", models)
+        calls = [
+            asyncio.create_task(generate(client=server, model="m", prompt_ids=[1, 2]))
+            for _ in range(8)
+        ]
+        await asyncio.sleep(0.01)
+        calls[0].cancel()  # the one who asks: another takes over
+        await asyncio.sleep(0.01)
+        server.told.set()
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        expected = OverlongPromptError if models else dict
+        assert all(isinstance(result, expected) for result in results[1:])
+        await asyncio.gather(generate(client=server, model="m", prompt_ids=[1]))  # not asked again
+        return server
+
+    for models in ({"data": [{"id": "m", "max_model_len": 1}]}, None):
+        assert asyncio.run(run(models)).asked == 2
+
+
+def test_a_server_that_does_not_tell_its_context_length_holds_up_no_other() -> None:
+    async def run() -> dict[str, Any]:
+        silent = Lookup("http://127.0.0.1:2/v1")
+        task = asyncio.create_task(generate(client=silent, model="m", prompt_ids=[1]))
+        await asyncio.sleep(0.01)
+        other = Client(answer())
+        result = await generate(client=other, model="other", prompt_ids=[1])
+        task.cancel()
+        return result
+
+    assert asyncio.run(run())["request_id"] == "r"
+
+
+@pytest.mark.parametrize("length", [0, -1, None, "9", 2.5])
+def test_a_context_length_that_is_none_is_not_believed(length: Any) -> None:
+    server = Client(answer(), {"data": [5, {"id": "m", "max_model_len": length}]})
+    server.base_url = f"http://127.0.0.1:3/{length}/v1"
+    assert call(server)["request_id"] == "r"
+
+
+def test_without_a_model_the_server_chooses() -> None:
+    server = Client(answer(), {"data": [{"id": "only", "max_model_len": 3}]})
+    server.base_url = "http://127.0.0.1:4/v1"
+    assert call(server, model=None)["request_id"] == "r"
+    assert "model" not in server.sent[0][1]["body"]
+    with pytest.raises(OverlongPromptError):
+        call(server, model=None, prompt_ids=[1] * 4)
+
+
+def test_a_url_waits_for_the_answer_as_long_as_it_takes() -> None:
+    async def run() -> httpx2.Timeout:
+        async with _http.opened("http://127.0.0.1:1") as http:
+            assert isinstance(http.timeout, httpx2.Timeout)
+            return http.timeout
+
+    with _http.opened_sync("https://127.0.0.1:1") as http:
+        assert http.timeout == asyncio.run(run()) == httpx2.Timeout(None, connect=10)
+
+
+@pytest.mark.parametrize("wrong", ["127.0.0.1:80", "ftp://x", ""])
+def test_a_url_of_no_web_server_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="needs a URL that begins with http://"):
+        call(wrong)
+    with pytest.raises(ValueError, match="needs a URL that begins with http://"):
+        generate_sync(client=wrong, prompt_ids=[1])
+
+
+def test_what_is_no_client_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"client is NoneType: needs AsyncOpenAI, httpx2\.Async"):
+        call(None)
+    with pytest.raises(TypeError, match="client is asynchronous: needs a synchronous one"):
+        generate_sync(client=Client(answer()), prompt_ids=[1], max_prompt_len=9)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1}, b"x"])
+def test_parameters_that_json_has_not_are_refused_not_sent_as_null(value: Any) -> None:
+    async def run() -> None:
+        async with httpx2.AsyncClient(base_url="http://127.0.0.1:1") as http:
+            params = {"temperature": value}
+            await generate(client=http, prompt_ids=[1], max_prompt_len=9, sampling_params=params)
+
+    with pytest.raises((TypeError, ValueError), match="sampling_params cannot be sent as JSON"):
+        asyncio.run(run())
+
+
+def test_special_tokens_are_kept_unless_the_caller_says_otherwise() -> None:
+    server = Client(answer())
+    call(server, sampling_params={"skip_special_tokens": True})
+    call(server)
+    sent = [sent["body"]["sampling_params"] for _, sent in server.sent]
+    assert [params["skip_special_tokens"] for params in sent] == [True, False]
+
+
+def test_an_error_shows_of_what_it_found_only_so_much() -> None:
+    with pytest.raises(MalformedGenerateResponseError) as caught:
+        call(Client(answer(token_ids=["x" * 1_000_000])))
+    assert len(str(caught.value)) < 500
+
+
+def test_a_result_that_came_inline_can_be_spilled(tmp_path: Path) -> None:
+    rows = encode_inline(ROWS, 0, "packed")
+    result = call(Client(answer(routed_experts=rows)), prompt_ids=[1] * 5)
+    spilled = spill(result, Writer(tmp_path), prompt_len=len(result["prompt_ids"]))
+    assert payload_status(spilled, None).state == "by_handle"
+    with Resolver(tmp_path) as resolver:
+        [view] = resolver.resolve(spilled["payload"])["routed_experts"]
+    np.testing.assert_array_equal(view, ROWS, strict=True)

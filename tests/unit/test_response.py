@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from client import MalformedGenerateResponseError, parse_generate_response
+from client import MalformedGenerateResponseError, _response, parse_generate_response
 from client._response import sampled
 from payload import InlineError, SegmentError, decode_routed_experts, decode_segments
 
@@ -204,7 +204,52 @@ def test_the_quick_way_and_the_careful_way_agree(choice: Any, other: list[Any]) 
     raw = json.dumps({"choices": [choice, *other], "request_id": "r"}).encode()
     body, first, ids, logprobs = sampled(raw)
     assert ids == choice["token_ids"]
+    entries = (choice["logprobs"] or {}).get("content", [])
+    assert logprobs == [entry["logprob"] for entry in entries] or logprobs == [-0.5, -0.25]
     assert [type(value) for value in logprobs] == [float] * len(ids)
     whole = parse_generate_response(raw)
     assert body["request_id"] == whole["request_id"]
     assert first.get("finish_reason") == whole["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("index", [0, 1, 3, 4, 5, 6])
+def test_what_engines_send_is_decoded_once(index: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_response, "parse_generate_response", None)
+    choices = [
+        GOOD,
+        GOOD | {"logprobs": {"content": [{"token_id": t, "logprob": -1} for t in (5, 6)]}},
+        None,
+        GOOD | {"logprobs": None, "completion_logprobs": {
+            "data": "AAAAvwAAgL4=", "shape": [2], "dtype": "float32"}},
+        GOOD | {"token_ids": [], "logprobs": None},
+        GOOD | {"routed_experts": PACKED},
+        GOOD | {"payload": [{"field": "routed_experts"}]},
+    ]  # fmt: skip
+    raw = json.dumps({"choices": [choices[index]]}).encode()
+    assert sampled(raw)[1].get("payload") == (choices[index] or {}).get("payload")
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"token": "x", "token_id": 5},
+        {"token": "token_id:5", "token_id": 6},
+        {"token_id": 5.0},
+        {"token_id": True},
+        {"token_id": "token_id:5"},
+        {"token": 5},
+        {},
+    ],
+)
+def test_a_logprob_of_another_token_is_refused(entry: dict[str, Any]) -> None:
+    for token in (5, 1):
+        choice = {"token_ids": [token], "logprobs": {"content": [{"logprob": -1.0} | entry]}}
+        raw = json.dumps({"choices": [choice]}).encode()
+        with pytest.raises(MalformedGenerateResponseError, match=rf"needs token {token} - at \$"):
+            sampled(raw)
+
+
+def test_entries_with_both_spellings_that_agree_are_read() -> None:
+    entry = {"token": "token_id:5", "token_id": 5, "logprob": -1.0}
+    raw = json.dumps({"choices": [{"token_ids": [5], "logprobs": {"content": [entry]}}]}).encode()
+    assert sampled(raw)[3] == [-1.0]
