@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test hostile test-all test-floors verifiers-test check format lint types packaging bench clean
+.PHONY: demo test hostile test-all test-floors verifiers-test check format lint types packaging bench bench-quick bench-ci clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -54,9 +54,16 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Every way to the arrays and every figure with a target, in about 8 minutes; the report goes to bench-report/.
 bench: $(READY)
-	$(BIN)/python -m bench.view; a=$$?; $(BIN)/python -m bench.window; b=$$?; \
-	$(BIN)/python -m bench.writer; c=$$?; $(BIN)/python -m bench.client; exit $$((a + b + c + $$?))
+	$(BIN)/python -m bench
+
+bench-quick: $(READY)
+	$(BIN)/python -m bench --quick
+
+# The suites in bench/ over this tree and over BASE (default: where the branch left main), in turns.
+bench-ci: $(READY)
+	$(BIN)/python -m bench.compare $(BASE)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -67,4 +74,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* bench-report dist build .pytest_cache .mypy_cache .ruff_cache

@@ -81,11 +81,7 @@ class Bench:
             task = msgspec.json.encode(Task("calls")).decode()
             command = [sys.executable, "-m", "bench.one", f"{laid.root}/laid.json", way.name, task]
             subprocess.run(["strace", "-f", "-o", trace.name, *command], check=True)
-            text = trace.read()
-        _, within, _ = text.split(f'"{MARK}"')
-        counted = collections.Counter(re.findall(r"^\d+ +(\w+)\(", within, re.MULTILINE))
-        del counted["access"]  # the second mark
-        return dict(counted)
+            return counted(trace.read())
 
     # --- the parts
 
@@ -236,6 +232,14 @@ class Bench:
                 if not (self.quick and name in ("client", "dataloader", "tried"))
             ]
         )
+
+
+def counted(trace: str) -> dict[str, int]:
+    """System calls between the two marks in what strace wrote, by name."""
+    _, within, _ = trace.split(f'"{MARK}"')
+    found = collections.Counter(re.findall(r"^\d+ +(\w+)\(", within, re.MULTILINE))
+    found["access"] -= 1  # of the second mark
+    return dict(+found)
 
 
 def together(children: Sequence[subprocess.Popen[str]], line: str) -> list[dict[str, Any]]:

@@ -20,10 +20,6 @@ from typing import Any
 import httpx2
 import msgspec
 import numpy as np
-import openai
-import pybase64
-import renderers.client
-import uvicorn
 
 from bench import measure
 from bench.one import Timed, use
@@ -71,6 +67,8 @@ def rows_of(tokens: int) -> Any:
 
 
 def serve(listener: socket.socket, root: str, sizes: list[int]) -> None:
+    import uvicorn
+
     completions = {
         str(tokens): Completion(
             token_ids=[index * 37 % 50_000 for index in range(min(COMPLETION, tokens // 2))],
@@ -92,7 +90,11 @@ async def call(task: Task) -> Timed:
 
     theirs = "renderers" in task.way
     http: Any = httpx2.AsyncClient(base_url=task.url, timeout=600, event_hooks={"response": [note]})
-    if theirs:
+    if theirs:  # imported here: a way by handle needs none of it
+        import openai
+        import pybase64
+        import renderers.client
+
         http = openai.AsyncOpenAI(base_url=f"{task.url}/v1", api_key="none", http_client=http)
     resolver = Resolver(task.root)
     prompt = [1] * (task.tokens - min(COMPLETION, task.tokens // 2))
