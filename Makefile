@@ -4,13 +4,30 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo test hostile test-all test-floors verifiers-test check format lint types packaging bench bench-quick bench-ci clean
+TORCH ?= .venv-torch
+
+.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench bench-quick bench-ci clean
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
 
 test: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not slow"
+
+# Tensors and dataloaders, in an environment of its own. Where pip's index offers a CUDA build only,
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
+torch-test: $(TORCH)/.ready
+	$(TORCH)/bin/mypy --cache-dir $(TORCH)/.mypy_cache
+	$(TORCH)/bin/python -m pytest tests/torch payload/torch.py
+
+# 200 micro batches of 20 MB through a DataLoader; takes 6 GB of /dev/shm and some minutes.
+torch-bench: $(TORCH)/.ready
+	$(TORCH)/bin/python -m bench.dataloader
+
+$(TORCH)/.ready: pyproject.toml
+	$(MAKE) $(TORCH)/.dev VENV=$(TORCH) READY=$(TORCH)/.dev
+	$(TORCH)/bin/python -m pip install -q "torch==2.13.*"
+	touch $@
 
 # Every Python that is here, each in an environment of its own.
 test-all:

@@ -182,8 +182,10 @@ class Bench:
                 python = found
             self.head(f"figures of bench.{name}")
             with tempfile.NamedTemporaryFile("rb") as file:
-                quick = ["--quick"] if self.quick else []
-                command = [python, "-m", f"bench.{name}", "--json", file.name, *quick]
+                more = ["--quick"] if self.quick else []
+                if name == "dataloader":
+                    more = ["--batches", "50", "--others", "1", "2", "8"]
+                command = [python, "-m", f"bench.{name}", "--json", file.name, *more]
                 done = subprocess.run(command, check=False)
                 raw = file.read()
             if not raw:

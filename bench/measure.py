@@ -62,9 +62,13 @@ def main(collect: Callable[[bool], list[Figure]], text: str | None) -> int:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     asked = parser.parse_args()
-    figures = collect(asked.quick)
-    if asked.json:
-        Path(asked.json).write_bytes(msgspec.json.encode(figures))
+    return tell(collect(asked.quick), asked.json)
+
+
+def tell(figures: list[Figure], json: str | None) -> int:
+    """Print figures, keep them as JSON if a file is named; 1 if a target is missed."""
+    if json:
+        Path(json).write_bytes(msgspec.json.encode(figures))
     print("\n".join(lines(figures)))
     return 1 if any(not figure.met for figure in figures) else 0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -318,15 +318,14 @@ def plots(report: Report, directory: Path) -> list[Path]:
             if name == "size":
                 plain(axes.xaxis)
             else:
-                axes.set_xticks(
-                    counts := sorted({x(one) for one in timed}), [f"{n:,}" for n in counts]
-                )
+                counts = sorted({x(one) for one in timed})
+                axes.set_xticks(counts, [f"{count:,}" for count in counts])
                 axes.minorticks_off()
             axes.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5))
             save(figure, name)
     if report.processes:
         figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.4))
-        for axes, value, label, title in (
+        panels: list[tuple[Any, Callable[[Held], float], str, str]] = [
             (left, lambda held: held.ms, "ms until the last one is done", "Time"),
             (
                 right,
@@ -334,7 +333,8 @@ def plots(report: Report, directory: Path) -> list[Path]:
                 "MB, proportional (PSS), all together",
                 "Memory held",
             ),
-        ):
+        ]
+        for axes, value, label, title in panels:
             points: dict[str, list[tuple[float, float]]] = {}
             for held in report.processes:
                 points.setdefault(held.way, []).append((held.processes, value(held)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from .dtypes import DTYPES
 from .errors import PayloadError
 
 Array = np.ndarray[Any, Any]
+New = Callable[[tuple[int, ...], np.dtype[Any]], Array]  # makes an array, its content undefined
 DTypeLike = Any
 
 _CHUNK = 1 << 14  # values checked at a time: what is made of them stays small
@@ -49,8 +50,10 @@ def common_dtype(names: Iterable[str]) -> np.dtype[Any]:
     return found
 
 
-def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], limit: int, what: str) -> Array:
-    """Return an empty array, of a size that came from outside.
+def allocate(
+    shape: tuple[int, ...], dtype: np.dtype[Any], limit: int, what: str, new: New = np.empty
+) -> Array:
+    """Return an empty array, of a size that came from outside; `new` makes it.
 
     Raises
     ------
@@ -67,7 +70,7 @@ def allocate(shape: tuple[int, ...], dtype: np.dtype[Any], limit: int, what: str
             actual=nbytes,
         )
     try:
-        return np.empty(shape, dtype)
+        return new(shape, dtype)
     except MemoryError:
         raise PayloadError(
             f"{what} needs an array of {nbytes} bytes, which the system does not have",

@@ -19,7 +19,8 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, Literal, TypeVar, get_args
 
 from . import _refusals
 from ._mounts import LOCAL_TYPES, MEMORY_TYPES, Access, access_of, filesystem_type
@@ -51,6 +52,7 @@ _COUNTED = (
     "bytes_prefetched", "reads", "waits",
 )  # fmt: skip
 _log = logging.getLogger("payload")
+_M = TypeVar("_M", bound=mmap.mmap)
 
 
 def default_max_maps() -> int:
@@ -131,6 +133,15 @@ def _map(fd: int, size: int) -> Map:
     return made
 
 
+def _map_private(fd: int, start: int, stop: int) -> mmap.mmap:
+    """Map bytes [start, stop) of a file, from the start of their page, copy-on-write."""
+    first = start - start % mmap.ALLOCATIONGRANULARITY
+    writable = mmap.PROT_READ | mmap.PROT_WRITE
+    if sys.version_info >= (3, 13):
+        return mmap.mmap(fd, stop - first, mmap.MAP_PRIVATE, writable, offset=first, trackfd=False)
+    return mmap.mmap(fd, stop - first, mmap.MAP_PRIVATE, writable, offset=first)
+
+
 class _Poller:
     """Lets one thread at a time look whether a directory has new names."""
 
@@ -183,7 +194,7 @@ class Files:
         self._warned: set[tuple[str, str]] = set()
         self._pollers: dict[Place, _Poller] = {}
         self._dropped_alive = 0
-        self._dropped: list[weakref.ref[Map]] = []  # maps that only views may still hold
+        self._dropped: list[weakref.ref[mmap.mmap]] = []  # maps that only views may still hold
         self._lock = threading.Lock()
         self._closed = False
         _all_files.add(self)
@@ -224,7 +235,7 @@ class Files:
         except (OSError, ValueError) as error:
             if isinstance(error, PayloadError):
                 raise
-            made = self._once_relieved(fd, size, directory, error)
+            made = self._once_relieved(directory, error, partial(_map, fd, size))
         finally:
             os.close(fd)
         if made is None:
@@ -240,6 +251,45 @@ class Files:
         else:
             self._keep(path, made)
         return made
+
+    def map_private(
+        self, path: str, start: int, nbytes: int, deadline: Deadline | None = None
+    ) -> mmap.mmap | None:
+        """Return a copy-on-write map of bytes [start, start + nbytes); None to read them instead.
+
+        It begins at the start of their page. Nobody else gets it, and it is not kept here.
+
+        Raises
+        ------
+        PayloadError
+            As for `map`.
+        """
+        made: list[mmap.mmap | None] = []
+        stop = start + nbytes
+
+        def use(fd: int, size: int, directory: Directory) -> None:
+            access = directory.access or self._find_access(directory)
+            if access == "copy":
+                made.append(None)
+                return
+            if self.verify:
+                self._compare(fd, path, size, start, stop)
+            elif access == "through":
+                self._read_through(fd, path, start, stop)
+            try:
+                self._refuse_last(fd)
+                made.append(_map_private(fd, start, stop))
+            except (OSError, ValueError) as error:
+                again = partial(_map_private, fd, start, stop)
+                made.append(self._once_relieved(directory, error, again))
+
+        self._reading(path, start, stop, use, deadline)
+        if made[0] is not None:
+            with self._lock:
+                self.counts["maps"] += 1
+                self.counts["bytes_mapped"] += nbytes
+                self._note_dropped(made[0])
+        return made[0]
 
     def _make_map_anew(
         self, path: str, start: int, stop: int, deadline: Deadline | None
@@ -296,15 +346,15 @@ class Files:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     def _once_relieved(
-        self, fd: int, size: int, directory: Directory, error: OSError | ValueError
-    ) -> Map | None:
+        self, directory: Directory, error: OSError | ValueError, make: Callable[[], _M]
+    ) -> _M | None:
         """After a map that was refused: try once more without the maps nobody views, else read."""
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             self._relieve()
             with contextlib.suppress(OSError, ValueError):
                 # Some must be left for the directories that were given up too.
                 if len(os.listdir("/proc/self/fd")) + 8 < self._last_descriptor:
-                    return _map(fd, size)
+                    return make()
         # ValueError: the file shrank since fstat. Reading it says by how much.
         reason = _refusals.name_of(error.errno) if isinstance(error, OSError) else "shrank"
         self.fallbacks[reason] += 1
@@ -352,6 +402,9 @@ class Files:
 
     def _drop(self, found: Map) -> None:
         self.counts["hits"] += found.hits
+        self._note_dropped(found)
+
+    def _note_dropped(self, found: mmap.mmap) -> None:
         self._dropped.append(weakref.ref(found))
         if len(self._dropped) >= 2 * self._dropped_alive + 1024:
             self._dropped = [ref for ref in self._dropped if ref() is not None]
@@ -384,6 +437,15 @@ class Files:
         """How files were viewed so far, by root."""
         return dict(self._access)
 
+    def maps_unread(self, path: str) -> bool:
+        """Whether a file can be mapped without being read, but for a checksum that is asked for."""
+        place, _ = self.roots.locate(path)
+        try:
+            directory = self.roots.directory(place, path)
+        except OSError:
+            return False  # reading it says why
+        return (directory.access or self._find_access(directory)) == "map"
+
     def _find_access(self, directory: Directory) -> Access:
         mode = self._modes[directory.root]
         if mode != "auto":
@@ -415,6 +477,10 @@ class Files:
 
     # --- reading
 
+    def is_local(self, path: str) -> bool:
+        """Whether a read of this file waits for no server."""
+        return self._kind(self.roots.locate(path)[0]) in LOCAL_TYPES
+
     def helpers(self, files: int, one: str, nbytes: int) -> int:
         """How many threads pay for reading `nbytes` from `files` files, `one` of them.
 
@@ -423,7 +489,7 @@ class Files:
         """
         if files < 2:
             return 1
-        if self._kind(self.roots.locate(one)[0]) not in LOCAL_TYPES:
+        if not self.is_local(one):
             return min(files, MAX_THREADS)
         return min(files, _CPUS, MAX_THREADS) if nbytes >= files * THREADED_FILE else 1
 

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,7 +20,17 @@ from .segment import Segment
 
 Array = np.ndarray[Any, Any]
 Read = tuple[str, int, int, int]  # bytes [offset, offset + nbytes) of a file belong at byte `at`
-Convert = tuple[Segment, int, Array]  # rows of a segment, from this byte on, belong in this array
+
+
+class Convert(NamedTuple):
+    """Rows of a segment, from byte `offset` on, that belong in `into`; of each row these layers."""
+
+    segment: Segment
+    offset: int
+    into: Array
+    layers: list[int] | slice | None = None  # None: all
+    row: int = 0  # number of the first one, for errors
+
 
 SCRATCH = 1 << 20  # bytes a thread holds for converting, besides the result
 _READ_MAX = 0x7FFF_F000  # bytes one preadv reads
@@ -50,7 +60,7 @@ def run(
     total : int
         Bytes to read in all.
     converts : dict of path to list of Convert, optional
-        Rows that change dtype or are narrower than the result's.
+        Rows that change dtype, are narrower than the result's, or of which some layers are wanted.
     sizes : dict of path to int, optional
         Takes the size in bytes of each file of `reads`.
     deadline : Deadline, optional
@@ -175,24 +185,25 @@ def _neighbours(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:
 def _convert_all(
     files: Files, deadline: Deadline, wanted_of: list[tuple[str, list[Convert]]]
 ) -> None:
-    """Fill rows that change dtype or are narrower than the result's, through one scratch buffer.
+    """Fill rows that are not as they are in the file, through one scratch buffer.
 
     Narrower rows go into the leading entries of each dimension; the rest is left alone.
     """
     scratch = np.empty(SCRATCH, np.uint8)
     for path, wanted in wanted_of:
-        start = min(offset for _, offset, _ in wanted)
-        stop = max(offset + len(rows) * segment.row_nbytes for segment, offset, rows in wanted)
+        start = min(one.offset for one in wanted)
+        stop = max(one.offset + len(one.into) * one.segment.row_nbytes for one in wanted)
         fd, _, _ = files.open_read(path, start, stop, deadline)
         try:
-            for segment, offset, rows in wanted:
+            for segment, offset, rows, layers, row in wanted:
                 leading: tuple[Any, ...] = tuple(slice(size) for size in segment.shape)
                 inner = rows[(slice(None), *leading)]
                 for first, block in _blocks(
                     files, fd, segment, offset, len(rows), deadline, scratch
                 ):
-                    fit(segment, first, block, rows.dtype)
-                    inner[first : first + len(block)] = block
+                    some = block if layers is None else block[:, layers]
+                    fit(segment, row + first, some, rows.dtype)
+                    inner[first : first + len(block)] = some
         finally:
             os.close(fd)
 

@@ -136,6 +136,74 @@ def _overlapping(segments: Sequence[Segment], lo: int, hi: int) -> list[Piece]:
     return found
 
 
+def layers_of(layers: Any, num_layers: Any) -> tuple[tuple[int, ...] | None, int]:
+    """Return the layers to read, None for all, and how many there are.
+
+    Raises
+    ------
+    ValueError, TypeError
+        The caller's mistake: no `num_layers`, a layer that is not one of them, or one named twice.
+    """
+    if num_layers is None:
+        raise ValueError(
+            "layers needs num_layers, how many layers the model has, dense ones included: of ids "
+            "alone nobody can tell whether the array has a slot for each of them"
+        )
+    count = operator.index(num_layers)
+    if count < 1:
+        raise ValueError(f"num_layers is {count}: needs at least 1")
+    if layers is None:
+        return None, count
+    asked = list(layers)
+    if any(isinstance(layer, bool) for layer in asked):
+        raise TypeError("layers has booleans: needs layer ids")
+    ids = tuple(operator.index(layer) for layer in asked)
+    for layer in ids:
+        if not 0 <= layer < count:
+            raise ValueError(
+                f"layers has {layer}: needs ids from 0 to {count - 1}, num_layers is {count}"
+            )
+    if len(set(ids)) < len(ids):
+        twice = next(layer for layer in ids if ids.count(layer) > 1)
+        raise ValueError(
+            f"layers has {len(ids)} ids, {len(set(ids))} of them different: {twice} twice"
+        )
+    return None if ids == tuple(range(count)) else ids, count
+
+
+def check_layers(field: str, kinds: Iterable[Kind], num_layers: int) -> None:
+    """Refuse segments that do not have a slot for each layer of the model.
+
+    Raises
+    ------
+    SegmentError
+        An array of the MoE layers alone, or with the layers of a draft model behind, must not be
+        read by the ids of the model's layers.
+    """
+    for _, shape in kinds:
+        if not shape or shape[0] != num_layers:
+            has = f"{shape[0]} layers" if shape else "no layers"
+            raise SegmentError(
+                f"field {field!r} has {has} in rows of {shape}, the model has {num_layers}: which slot is "
+                "which layer is not known",
+                reason="layers",
+                field=field,
+                expected=num_layers,
+                actual=shape[0] if shape else 0,
+            )
+
+
+def runs(ids: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Cut ids into runs of neighbours: (place among `ids`, first id, how many)."""
+    found: list[tuple[int, int, int]] = []
+    for place, one in enumerate(ids):
+        if found and one == found[-1][1] + found[-1][2]:
+            found[-1] = *found[-1][:2], found[-1][2] + 1
+        else:
+            found.append((place, one, 1))
+    return found
+
+
 def cut(segment: Segment, start: int, stop: int) -> Segment:
     """Return the rows of `segment` at the token positions [start, stop) as a segment."""
     if (start, stop) == (segment.pos, segment.end):

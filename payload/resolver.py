@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, SupportsIndex
 
@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from . import _csr, _gather, _plan
-from ._cast import NUMPY, allocate, common_dtype, exact_fill, known_dtype
+from ._cast import NUMPY, New, allocate, common_dtype, exact_fill, known_dtype
 from ._files import Deadline, Files, Mode
-from ._gather import Array, bytes_of
+from ._gather import Array, Convert, bytes_of
 from .errors import PathError, PayloadError, ResolverClosedError, SegmentError, telling_of_all
 from .fields import FIELDS, Field
 from .ragged import Ragged
@@ -69,6 +69,17 @@ class _Rows(NamedTuple):
     shape: tuple[int, ...]
     nbytes: int
     itemsize: int
+
+
+class _Place(NamedTuple):
+    """Where the rows of a window go: into `out`, else into what `new` makes, or they are viewed."""
+
+    out: Array | None = None
+    new: New = np.empty
+    view: Literal["shared", "private", "never"] = "never"
+
+
+_VIEWED = _Place(view="shared")
 
 
 class Resolver:
@@ -214,7 +225,10 @@ class Resolver:
             return _ndarray((rows, *shape), dtype, found, offset)
         return self._view(segment)
 
-    def _view(self, segment: Segment, deadline: Deadline | None = None) -> Array:
+    def _view(
+        self, segment: Segment, deadline: Deadline | None = None, private: bool = False
+    ) -> Array:
+        """As `view`; a private one has a copy-on-write map of its own, and is writable."""
         self._check_open()
         if not is_legal(segment):
             [segment] = decode_segments([segment])
@@ -225,9 +239,10 @@ class Resolver:
         offset = segment.offset
         nbytes = segment.rows * known.nbytes
         if not nbytes:
-            return _read_only(np.empty(shape, known.dtype))
+            empty = np.empty(shape, known.dtype)
+            return empty if private else _read_only(empty)
         try:
-            return self._view_file(segment, known, shape, nbytes, deadline)
+            return self._view_file(segment, known, shape, nbytes, deadline, private)
         except PayloadError as error:
             error.field = segment.field
             error.path = segment.file
@@ -241,9 +256,14 @@ class Resolver:
         shape: tuple[int, ...],
         nbytes: int,
         deadline: Deadline | None,
+        private: bool,
     ) -> Array:
         offset = segment.offset
-        if not offset % known.itemsize:
+        if private and not offset % known.itemsize:
+            mine = self._files.map_private(segment.file, offset, nbytes, deadline)
+            if mine is not None:
+                return _ndarray(shape, known.dtype, mine, len(mine) - nbytes)
+        elif not offset % known.itemsize:
             found = self._files.map(segment.file, offset, nbytes, deadline)
             if found is not None:
                 return _ndarray(shape, known.dtype, found, offset)
@@ -251,7 +271,7 @@ class Resolver:
         reads = [(segment.file, offset, nbytes, 0)]
         _gather.run(self._files, reads, bytes_of(out), nbytes, deadline=deadline)
         self._files.counts["bytes_copied"] += nbytes
-        return _read_only(out)
+        return out if private else _read_only(out)
 
     def _learn(self, segment: Segment) -> _Rows:
         """Note how to view segments like this checked one; a payload has one or two kinds."""
@@ -347,6 +367,8 @@ class Resolver:
         holes: _plan.Holes | None = None,
         extent: tuple[int, int] | None = None,
         dtype: Any = None,
+        layers: Iterable[SupportsIndex] | None = None,
+        num_layers: SupportsIndex | None = None,
         out: Array | None = None,
     ) -> Array | None:
         """Return the rows of the token positions [lo, hi).
@@ -372,6 +394,13 @@ class Resolver:
             Dtype of the result. Default: the widest of the segments, zero-row ones and those
             outside the window included, so that ranks agree; for ragged fields the table's.
             ``"field"`` is the table's. A value that would change is refused.
+        layers : list of int, optional
+            Layers to read, in this order, by their numbers in the model, dense layers included: row
+            ``[layers, ...]`` becomes ``[len(layers), ...]``. Needs `num_layers`.
+        num_layers : int, optional
+            Layers of the model, dense ones included. Every segment must have a slot for each of
+            them, at axis 0 of its rows: an array of the MoE layers alone, or with those of a draft
+            model, is refused, as its slots are other layers than their numbers say.
         out : ndarray, optional
             Where to put the rows; C-contiguous, of exactly the result's shape and dtype. Its
             content is undefined after an error.
@@ -380,7 +409,8 @@ class Resolver:
         -------
         ndarray or None
             ``[hi - lo, *row shape]``. A read-only view (see `view`) if one segment covers the
-            window and nothing must change, else a fresh writable array, or `out`. A ragged field
+            window and nothing must change, else a fresh writable array, or `out`. With layers that
+            are neighbours and ascend, the view is one of rows with gaps between them. A ragged field
             comes padded, ``[hi - lo, width]`` with the width of the longest row of all given
             segments, at least 1. None when no segment carries the field.
 
@@ -388,11 +418,15 @@ class Resolver:
         ------
         CoverageError
             When positions are uncovered that must not be.
+        SegmentError
+            When a segment is illegal, or has not `num_layers` layers; ``expected`` and ``actual``
+            are the two numbers.
         PayloadError
             As for `view`; `PayloadCorruptError` also for a table that does not fit its file and
             for values that do not fit `dtype`.
         ValueError, TypeError
-            The caller's mistake: lo > hi, a fill that does not fit or is needed, a wrong `out`.
+            The caller's mistake: lo > hi, a fill that does not fit or is needed, a wrong `out`,
+            a layer that the model does not have.
 
         Examples
         --------
@@ -404,11 +438,36 @@ class Resolver:
         >>> rows[:, 0].tolist()
         [[0, 0], [7, 7], [7, 7]]
         """
+        place = _VIEWED if out is None else _Place(out)
+        return self._placed(
+            segments, field, lo, hi, fill, holes, extent, dtype, layers, num_layers, place
+        )
+
+    def _placed(
+        self,
+        segments: Any,
+        field: str,
+        lo: SupportsIndex,
+        hi: SupportsIndex,
+        fill: float | Literal["field"] | None,
+        holes: _plan.Holes | None,
+        extent: tuple[int, int] | None,
+        dtype: Any,
+        layers: Iterable[SupportsIndex] | None,
+        num_layers: SupportsIndex | None,
+        place: _Place,
+    ) -> Array | None:
+        """As `window`, with the rows where `place` says."""
         self._check_open()
         decoded = self._decode(segments)
         lo, hi = window(lo, hi)
+        ids = slots = None
+        if layers is not None or num_layers is not None:
+            ids, slots = _plan.layers_of(layers, num_layers)
         with _naming(self._files, decoded, field):
-            return self._window(decoded, field, lo, hi, fill, holes, extent, dtype, out, Deadline())
+            return self._window(
+                decoded, field, lo, hi, fill, holes, extent, dtype, ids, slots, place, Deadline()
+            )
 
     def _window(
         self,
@@ -420,7 +479,9 @@ class Resolver:
         holes: _plan.Holes | None,
         extent: tuple[int, int] | None,
         dtype: Any,
-        out: Array | None,
+        layers: tuple[int, ...] | None,
+        num_layers: int | None,
+        place: _Place,
         deadline: Deadline,
     ) -> Array | None:
         wanted = [segment for segment in segments if segment.field == field]
@@ -428,24 +489,38 @@ class Resolver:
             return None
         known = _plan.field_of(field, self._fields)
         layouts = _plan.layouts_of(wanted, known)
-        if known.ragged or (dtype is not None and len(wanted) > 1):
+        if num_layers is not None:
+            if known.ragged:
+                raise ValueError(f"field {field!r} is ragged: its rows have no layers")
+            _plan.check_layers(field, layouts, num_layers)
+        changes = dtype is not None or layers is not None
+        if known.ragged or (changes and len(wanted) > 1):
             wanted = _plan.joined(wanted)  # fewer to convert; native reads are joined where read
         found = _plan.pieces(wanted, lo, hi)
         holes_left = self._uncovered(wanted, found, known, lo, hi, holes, extent)
         if known.ragged:
-            return self._padded(wanted, layouts, found, known, lo, hi, fill, dtype, out, deadline)
+            return self._padded(wanted, layouts, found, known, lo, hi, fill, dtype, place, deadline)
         kinds = list(layouts)
         shape = _plan.widest(field, kinds)
         target = _target(field, kinds, known, dtype)
         narrower = any(other != shape for _, other in kinds)
         filling = self._fill(field, known, fill, target, needed=holes_left or narrower)
-        if out is None and len(found) == 1 and found[0][1:] == (lo, hi):
+        if place.view != "never" and len(found) == 1 and found[0][1:] == (lo, hi):
             segment = wanted[found[0][0]]
             if segment.shape == shape and NUMPY[segment.dtype] == target:
-                return self._view(_plan.cut(segment, lo, hi), deadline)
-        result = self._result(field, (hi - lo, *shape), target, out)
+                private = place.view == "private"
+                part = _plan.cut(segment, lo, hi)
+                if layers is None:  # of one file, so that nothing was waited for before
+                    return self._view(part, deadline, private) if private else self.view(part)
+                runs = _plan.runs(layers)
+                # Where views are read first, other layers would be read too.
+                if len(runs) == 1 and self._files.maps_unread(segment.file):
+                    return self._view(part, deadline, private)[:, _slice_of(runs[0])]
+        if layers is not None:
+            shape = (len(layers), *shape[1:])
+        result = self._result(field, (hi - lo, *shape), target, place)
         if result.size:
-            self._gather(wanted, kinds, found, lo, result, deadline)
+            self._gather(wanted, kinds, found, lo, result, layers, deadline)
             if filling is not None:
                 _fill_gaps(wanted, found, lo, hi, result, filling)
         return result
@@ -461,6 +536,8 @@ class Resolver:
         fill: float | Literal["field"] | None = None,
         holes: _plan.Holes | None = None,
         extent: tuple[int, int] | None = None,
+        layers: Iterable[SupportsIndex] | None = None,
+        num_layers: SupportsIndex | None = None,
     ) -> Array | None:
         """Read the rows of [lo, hi) straight into `out`, such as a pinned buffer: one copy.
 
@@ -479,8 +556,9 @@ class Resolver:
         """
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out is {type(out).__name__}: needs a numpy array")
-        return self.window(
-            segments, field, lo, hi, fill=fill, holes=holes, extent=extent, dtype=out.dtype, out=out
+        place = _Place(out)
+        return self._placed(
+            segments, field, lo, hi, fill, holes, extent, out.dtype, layers, num_layers, place
         )
 
     def ragged(
@@ -683,10 +761,11 @@ class Resolver:
         return exact_fill(value, target)
 
     def _result(
-        self, field: str, shape: tuple[int, ...], target: np.dtype[Any], out: Array | None
+        self, field: str, shape: tuple[int, ...], target: np.dtype[Any], place: _Place
     ) -> Array:
+        out = place.out
         if out is None:
-            return allocate(shape, target, self._files.max_bytes, f"field {field!r}")
+            return allocate(shape, target, self._files.max_bytes, f"field {field!r}", place.new)
         if not isinstance(out, np.ndarray):
             raise TypeError(f"out is {type(out).__name__}: needs a numpy array")
         if out.shape != shape or out.dtype != target:
@@ -704,12 +783,16 @@ class Resolver:
         found: Sequence[_plan.Piece],
         lo: int,
         result: Array,
+        layers: tuple[int, ...] | None,
         deadline: Deadline,
     ) -> None:
+        if layers is not None:
+            self._gather_layers(wanted, found, lo, result, layers, deadline)
+            return
         row_nbytes = result[:1].nbytes
         shape, name = result.shape[1:], result.dtype.name
         reads: list[_gather.Read] = []
-        converts: dict[str, list[_gather.Convert]] = {}
+        converts: dict[str, list[Convert]] = {}
         copied = 0
         one_kind = len(kinds) == 1 and kinds[0] == (name, shape)
         for which, start, stop in found:
@@ -723,9 +806,54 @@ class Resolver:
             else:
                 offset = segment.offset + skip * segment.row_nbytes
                 into = result[start - lo : stop - lo]
-                converts.setdefault(segment.file, []).append((segment, offset, into))
+                converts.setdefault(segment.file, []).append(Convert(segment, offset, into))
                 copied += rows * segment.row_nbytes
         _gather.run(self._files, reads, bytes_of(result), copied, converts, deadline=deadline)
+        self._files.counts["bytes_copied"] += copied
+
+    def _gather_layers(
+        self,
+        wanted: Sequence[Segment],
+        found: Sequence[_plan.Piece],
+        lo: int,
+        result: Array,
+        layers: tuple[int, ...],
+        deadline: Deadline,
+    ) -> None:
+        """As `_gather`, of each row the layers alone: read alone where what is skipped is long."""
+        runs = _plan.runs(layers)
+        index = _slice_of(runs[0]) if len(runs) == 1 else list(layers)
+        reads: list[_gather.Read] = []
+        converts: dict[str, list[Convert]] = {}
+        row_nbytes = result[:1].nbytes
+        total = copied = 0
+        for which, start, stop in found:
+            segment = wanted[which]
+            offset = segment.offset + (start - segment.pos) * segment.row_nbytes
+            into = result[start - lo : stop - lo]
+            layer = segment.row_nbytes // segment.shape[0]
+            nbytes = len(into) * len(layers) * layer
+            copied += nbytes
+            skipped = _SKIPPED if self._files.is_local(segment.file) else _SKIPPED_REMOTELY
+            if segment.row_nbytes - len(layers) * layer < skipped * len(runs):
+                convert = Convert(segment, offset, into, index)
+                converts.setdefault(segment.file, []).append(convert)
+                total += len(into) * segment.row_nbytes
+                continue
+            total += nbytes
+            same = segment.dtype == result.dtype.name and segment.shape[1:] == result.shape[2:]
+            for place, first, count in runs:
+                at = (start - lo) * row_nbytes + place * layer
+                part = msgspec.structs.replace(segment, shape=(count, *segment.shape[1:]))
+                for row in range(len(into)):
+                    begin = offset + row * segment.row_nbytes + first * layer
+                    if same:
+                        reads.append((segment.file, begin, count * layer, at + row * row_nbytes))
+                    else:
+                        rows = into[row : row + 1, place : place + count]
+                        convert = Convert(part, begin, rows, None, row)
+                        converts.setdefault(segment.file, []).append(convert)
+        _gather.run(self._files, reads, bytes_of(result), total, converts, deadline=deadline)
         self._files.counts["bytes_copied"] += copied
 
     def _padded(
@@ -738,7 +866,7 @@ class Resolver:
         hi: int,
         fill: Any,
         dtype: Any,
-        out: Array | None,
+        place: _Place,
         deadline: Deadline,
     ) -> Array:
         field = wanted[0].field
@@ -746,7 +874,7 @@ class Resolver:
         target = value if dtype is None or dtype == "field" else known_dtype(dtype)
         filling = self._fill(field, known, "field" if fill is None else fill, target, needed=True)
         parts, width = _csr.parts_and_width(self._files, wanted, layouts, found, deadline)
-        result = self._result(field, (hi - lo, width), target, out)
+        result = self._result(field, (hi - lo, width), target, place)
         result[...] = filling
         _csr.scatter(self._files, parts, lo, result, value, known.fill, deadline)
         return result
@@ -768,6 +896,12 @@ def _target(field: str, kinds: Sequence[_plan.Kind], known: Field, dtype: Any) -
             raise ValueError(f"field {field!r} has no dtype in the field table: pass dtype=")
         return NUMPY[known.dtype]
     return known_dtype(dtype)
+
+
+def _slice_of(run: tuple[int, int, int]) -> slice:
+    """A run of layers as an index."""
+    _, first, count = run
+    return slice(first, first + count)
 
 
 def _fill_gaps(
@@ -857,6 +991,9 @@ _FILE_REASONS = {
     "path",
     "io",
 }
+# Bytes of a row that cost as much to read and leave out as another read: measured on tmpfs and
+# ext4, and what a network moves in the time of one request.
+_SKIPPED, _SKIPPED_REMOTELY = 32_768, 1_048_576
 _LISTED = 256  # files looked at for the list
 _GRACE = 1.0  # s a call that failed still looks at files, to tell of all
 

@@ -32,6 +32,7 @@ def use() -> None:
             segments, "routed_experts", 0, 9, fill=0, holes=[(8, 9)], extent=(0, 9)
         )
         assert window is None or window.shape == (9, 2, 3)
+        resolver.window(segments, "routed_experts", 0, 9, layers=range(3, 61), num_layers=61)
         resolver.read_into(segments, "routed_experts", 0, 2, np.empty((2, 2, 3), np.uint8))
         assert_type(resolver.ragged(segments, "sampling_mask", 0, 9), Ragged | None)
         resolver.prefetch(segments)

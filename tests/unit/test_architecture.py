@@ -12,7 +12,7 @@ FLOORS = [
     {"segment", "fields", "ragged", "_cast", "_threads", "_refusals"},
     {"_plan", "_files", "_verify", "_gather", "_csr", "format"},
     {"resolver", "writer", "retention"},
-    {"inline", "packing"},
+    {"inline", "packing", "torch"},
     {"testing", "cli", "_examine", "_doctor", "__main__", "__init__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -66,6 +66,17 @@ def test_the_two_packages_do_not_know_each_other() -> None:
         assert not {name for name in imports(file) if name.split(".")[0] in ("client", "bench")}
     for file in Path(client.__file__).parent.rglob("*.py"):
         assert not {name for name in imports(file) if name.split(".")[0] in ("payload", "bench")}
+
+
+def test_only_the_torch_room_needs_torch() -> None:
+    needing = {
+        room(file)
+        for file in ROOT.rglob("*.py")
+        if any(name.split(".")[0] == "torch" for name in imports(file))
+    }
+    assert needing == {"torch"}
+    for file in ROOT.rglob("*.py"):
+        assert ".torch" not in imports(file)
 
 
 def test_segments_are_pure() -> None:
