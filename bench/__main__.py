@@ -75,6 +75,11 @@ class Bench:
         found.root, found.cache, found.about = place.name, place.cache, laid.scenario.about
         return found
 
+    def counts(self, scenario: Scenario, way: Way) -> bool:
+        """Whether system calls of this way are counted."""
+        few = scenario.name == "rollout" and way.kind != "inline"
+        return shutil.which("strace") is not None and (few or not self.quick)
+
     def calls(self, laid: Laid, way: Way) -> dict[str, int]:
         """System calls between two marks, by name."""
         with tempfile.NamedTemporaryFile("r") as trace:
@@ -104,8 +109,7 @@ class Bench:
                     raise SystemExit(
                         f"{place.name}: the page cache keeps the files: run without cold"
                     )
-                strace = not number and shutil.which("strace") is not None
-                if strace and (not self.quick or scenario.name == "rollout"):
+                if not number and self.counts(scenario, way):
                     found[-1].calls = self.calls(laid, way)
             self.report.timed += found
             for line in table([cells(found, one) for one in found]):
