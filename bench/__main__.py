@@ -103,7 +103,9 @@ class Bench:
                 cold = place.cache == "cold"
                 if cold and way.name == "by handle, mapped before":
                     continue  # a page that is mapped is not dropped
-                task = Task("time", 7 if self.quick else 11, 0.3 if self.quick else 0.8, cold)
+                task = Task(
+                    "time", 7 if self.quick else 11, 0.3 if self.quick or number else 0.6, cold
+                )
                 found.append(self.timed(laid, way, place, task))
                 if found[-1].evicted is False:
                     raise SystemExit(

@@ -218,8 +218,11 @@ class Huge(msgspec.Struct):
 
 
 @contextlib.contextmanager
-def huge_root() -> Iterator[Huge]:
-    """Mount tmpfs with huge=always in a mount namespace of this process, which must be root's."""
+def huge_root(huge: str = "within_size") -> Iterator[Huge]:
+    """Mount tmpfs with huge pages in a mount namespace of this process, which must be root's.
+
+    Not ``huge=always``: there a file of 200 KB takes 2 MiB.
+    """
     if os.geteuid():
         yield Huge(reason="only root may mount it")
         return
@@ -232,7 +235,7 @@ def huge_root() -> Iterator[Huge]:
             return
         for command in (
             ["mount", "--make-rprivate", "/"],
-            ["mount", "-t", "tmpfs", "-o", "huge=always,size=50%", "tmpfs", directory],
+            ["mount", "-t", "tmpfs", "-o", f"huge={huge},size=50%", "tmpfs", directory],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.measure import Figure, lines
+from bench.measure import Figure
 from bench.one import Phases, Timed
 
 OURS, OURS_WIDE = "by handle", ("by handle, int32", "by handle, padded")
@@ -183,6 +183,13 @@ def markdown(report: Report) -> str:
         "Every way ran in a fresh process, and its arrays were equal to those written before any time was "
         "taken.",
         "",
+        "## In short",
+        "",
+        f"On {report.places[0].name}, cache {report.places[0].cache}: ms by handle, and what others take as a "
+        "multiple of the way by handle that gives the same arrays.",
+        "",
+        *summary(report),
+        "",
         LEGEND,
         "",
     ]
@@ -231,8 +238,54 @@ def markdown(report: Report) -> str:
             told = ", ".join(f"{name} {count}" for name, count in most)
             out.append(f"- {one.scenario}, {one.way}: {told}")
     for name, figures in report.figures.items():
-        out += ["", f"## {name}", "", "```", *lines(figures), "```"]
+        out += ["", f"## {name}", "", *targets(figures)]
     return "\n".join(out) + "\n"
+
+
+SHOWN = (
+    "by handle, int32", "by handle, padded", "msgpack bytes", "msgspec, SIMD base64", "json, base64",
+    "json, lists of ids", "32 preads, widened", "pread, padded", "np.load(mmap_mode)", "np.memmap",
+    "safetensors safe_open", "floor: map, np.ndarray", "floor: preadv",
+)  # fmt: skip
+
+
+def summary(report: Report) -> list[str]:
+    """One table of all scenarios on the first root: ms by handle, and how many times that others take."""
+    found = groups([one for one in report.timed if one.root == report.places[0].name])
+    found = [item for item in found if item[0][2] == report.places[0].cache]
+    out = ["| | " + " | ".join(name for (name, _, _), _ in found) + " |"]
+    out.append("|---|" + "---:|" * len(found))
+    first = [next((total(one) for one in timed if one.way == OURS), 0.0) for _, timed in found]
+    out.append("| by handle, ms | " + " | ".join(f"{ms:.3g}" for ms in first) + " |")
+    for way in SHOWN:
+        row, wide = [], False
+        for _, timed in found:
+            one = next((one for one in timed if one.way == way), None)
+            ours = of_same(report.timed, one) if one else None
+            if one is None or ours is None:
+                row.append("-")
+            elif one is ours:
+                row.append(f"{total(one):.3g}")
+            else:
+                times = total(one) / total(ours)
+                row.append(f"{times:.2g}x" if times < 99.5 else f"{times:.0f}x")
+                wide = one.wide
+        if set(row) != {"-"}:
+            told = ", ms" if way in OURS_WIDE else " / int32 or padded" if wide else ""
+            out.append(f"| {way}{told} | " + " | ".join(row) + " |")
+    return out
+
+
+def targets(figures: Sequence[Figure]) -> list[str]:
+    """Figures as a table for people."""
+    out = ["| | ours | rival | ratio | target |", "|---|---:|---:|---:|---:|"]
+    for one in figures:
+        rival = "-" if one.rival is None else f"{one.rival:.3g} {one.unit}"
+        target = (one.target or "-") + ("" if one.met else ", missed")
+        out.append(
+            f"| {one.name} | {one.ours:.3g} {one.unit} | {rival} | {one.ratio:.3g} | {target} |"
+        )
+    return out
 
 
 # --- plots

@@ -49,13 +49,13 @@ class Laid(msgspec.Struct):
 
 def scenarios(scale: float, quick: bool) -> list[Scenario]:
     """The field's shapes; `scale` times the tokens of the step, fewer of all when quick."""
-    step = max(50, round(2_000 * scale / (8 if quick else 1)))
-    turns, tokens = (4, 10_000) if quick else (16, 20_000)
+    step = max(50, round(1_000 * scale / (4 if quick else 1)))
+    rollouts, tokens = (4, 10_000) if quick else (8, 20_000)
     return [
         Scenario("rollout", "one rollout of 30,000 tokens, 48 layers, top-8, uint8", 1, 1, 30_000),
         Scenario("step", f"one step: 256 rollouts of {step:,} tokens", 256, 1, step),
         Scenario(
-            "agentic", f"{turns} rollouts of 50 turns, {tokens:,} tokens each", turns, 50, tokens
+            "agentic", f"{rollouts} rollouts of 50 turns, {tokens:,} tokens each", rollouts, 50, tokens
         ),
         Scenario("wide", "30,000 tokens, 512 experts, uint16", 1, 1, 30_000, experts=512),
         Scenario(

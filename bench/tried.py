@@ -173,13 +173,28 @@ def huge_pages(roots: dict[str, str], rounds: int) -> list[Figure]:
     return found
 
 
+def memory_of(huge: str) -> list[Figure]:
+    """Memory that small files take on a tmpfs with huge pages."""
+    with huge_root(huge) as mounted:
+        if not mounted.root:
+            return []
+        put(mounted.root, 100, 200_000)
+        used = os.statvfs(mounted.root)
+        taken, size = (used.f_blocks - used.f_bfree) * used.f_bsize / 1e6, 20.0
+    return [
+        Figure(
+            f"100 files of 200 KB on huge={huge}: memory / size", taken, size, "MB", taken / size
+        )
+    ]
+
+
 def figures(quick: bool) -> list[Figure]:
     rounds = 5 if quick else 15
     with scratch() as root, huge_root() as huge:
         roots = {"small": root} | ({"huge": huge.root} if huge.root else {})
         if not huge.root:
             print(f"huge pages are not measured: {huge.reason}")
-        found = huge_pages(roots, rounds)
+        found = huge_pages(roots, rounds) + memory_of("within_size") + memory_of("always")
         for measure in (maps_without_descriptor, small_reads, threads):
             with scratch() as one:
                 found += measure(one, rounds)
