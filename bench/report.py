@@ -51,6 +51,11 @@ class Report(msgspec.Struct):
     notes: list[str] = []
     seconds: float = 0.0
 
+    @property
+    def compared(self) -> list[Timed]:
+        """All that have a rival."""
+        return [*self.timed, *self.sizes, *self.files, *self.http]
+
 
 # Why a way that gives the same arrays may be faster. Each is looked up when the figures say so.
 REASONS = {
@@ -149,19 +154,21 @@ def groups(timed: Sequence[Timed]) -> list[tuple[tuple[str, str, str], list[Time
 
 
 def slower(timed: Sequence[Timed]) -> list[str]:
-    """Where a rival that gives the same arrays was faster, and why."""
-    found = []
+    """Rivals that gave the same arrays faster somewhere: why, and where."""
+    found: dict[str, list[str]] = {}
     for one in timed:
         ours = of_same(timed, one)
         if ours is None or one.kind not in ("inline", "file") or total(one) >= total(ours):
             continue
-        why = REASONS.get(one.way, "no reason is known")
         noise = total(ours) - total(one) < max(spread(one), spread(ours))
-        found.append(
-            f"{one.scenario} on {one.root}, {one.cache}: {one.way} takes {total(one):.3g} ms, by handle "
-            f"{total(ours):.3g}{' (within the quartiles)' if noise else ''}: {why}"
+        found.setdefault(one.way, []).append(
+            f"{one.scenario}, {one.root}, {one.cache} ({total(one):.3g} ms against {total(ours):.3g}"
+            f"{', within the quartiles' if noise else ''})"
         )
-    return found
+    return [
+        f"{way}: {REASONS.get(way, 'no reason is known')}. Where: {'; '.join(places)}"
+        for way, places in found.items()
+    ]
 
 
 def markdown(report: Report) -> str:
@@ -197,7 +204,7 @@ def markdown(report: Report) -> str:
         out += [f"## {name}: {timed[0].about}; {root}, {cache}", ""]
         out += [*table([cells(report.timed, one) for one in timed], markdown=True), ""]
     out += ["## Where by handle is not the fastest", ""]
-    out += [f"- {one}" for one in slower(report.timed)] or ["Nowhere in this run."]
+    out += [f"- {one}" for one in slower(report.compared)] or ["Nowhere in this run."]
     out += ["", "## From HTTP to arrays", ""]
     out += [
         "| tokens | way | body, bytes | ms | x ours | peak, MB | private, MB |",
