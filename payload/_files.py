@@ -42,6 +42,7 @@ MAX_THREADS = 32  # requests a network file system is sent at a time
 THREADED_FILE = 65_536  # bytes a local file; below, opening holds the other threads up
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
+_TICK = 0.02  # s; file servers stamp changes with a clock that ticks every 1 to 10 ms
 _BLOCK = 1 << 20  # bytes; where a larger pread is no faster
 _CPUS = len(os.sched_getaffinity(0))
 _FORMAT = stat.S_IFMT(0xFFFF)  # the bits of a mode that say what it is
@@ -145,11 +146,14 @@ def _map_private(fd: int, start: int, stop: int) -> mmap.mmap:
 class _Poller:
     """Lets one thread at a time look whether a directory has new names."""
 
-    __slots__ = ("lock", "round")
+    __slots__ = ("changed", "listed", "lock", "round", "since")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.round = 0
+        self.changed: tuple[int, ...] = ()  # inode and times of the directory
+        self.since = 0.0  # when they were first seen so
+        self.listed = False  # since then
 
 
 class Files:
@@ -734,9 +738,34 @@ class Files:
                 self.counts["waits"] += 1
                 time.sleep(pause)
                 self.roots.forget(place)
+                self._revalidate(place, poller)
                 poller.round += 1
         finally:
             poller.lock.release()
+
+    def _revalidate(self, place: Place, poller: _Poller) -> None:
+        """Open a directory anew, and once it has stood still, list it.
+
+        A network client takes a name for missing as long as the directory's times are those of its
+        look. A name that came later in the same tick of the server's clock would stay missing for
+        good; the listing shows it. One made within that tick would be kept just as long.
+        """
+        if self._kind(place) in LOCAL_TYPES:
+            return
+        try:
+            directory = self.roots.directory(place, place[0])
+            status = os.fstat(directory.fd)
+            changed = status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+            now = time.monotonic()
+            if changed != poller.changed:
+                poller.changed, poller.since, poller.listed = changed, now, False
+            elif not poller.listed and now - poller.since >= _TICK:
+                poller.listed = True
+                with os.scandir(directory.fd) as entries:
+                    for _ in entries:
+                        pass
+        except (OSError, PathError):
+            pass  # the next try meets it too, and says so
 
     def _patience(self, place: Place) -> float:
         if self._wait is not None:

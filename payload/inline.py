@@ -282,7 +282,7 @@ def spill(
         value = inline["routed_experts"]
         experts = decode_routed_experts(value)
         starts = {"$.routed_experts": wanted, "$.routed_experts.start": _start(value)}
-        pos = _anchored(len(experts), prompt, len(tokens), starts)
+        pos = anchored(len(experts), prompt, len(tokens), starts)
         arrays["routed_experts"] = pos, experts
     masks = [key for key in inline if _KEYS[key] == "sampling_mask"]
     if len(masks) > 1:
@@ -311,7 +311,7 @@ def spill(
     return {**choice, **dict.fromkeys(inline), "payload": segments}
 
 
-def _anchored(rows: int, prompt: int, completion: int, starts: Mapping[str, int | None]) -> int:
+def anchored(rows: int, prompt: int, completion: int, starts: Mapping[str, int | None]) -> int:
     """Return the token position of the first of `rows`; each of `starts`, by place, must be that."""
     end = prompt + completion - 1
     pos = end - rows

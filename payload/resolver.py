@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, NamedTuple, Self, SupportsIndex
 
@@ -319,31 +320,54 @@ class Resolver:
             except SegmentError as error:
                 error.index = index
                 raise
-        resolved: dict[str, list[Any]] = {}
-        errors: list[PayloadError] = []
         mapped = set(self._files.maps)
         deadline = Deadline()
-        unseen = 0
-        for index, (segment, layout) in enumerate(zip(segments, layouts, strict=True)):
-            if errors and deadline.passed() > _GRACE:
-                unseen = len(segments) - index
-                break
-            try:
-                one = self._one(segment, layout, deadline)
-            except PayloadError as error:
-                error.index, error.field = index, segment.field
-                errors.append(error)
-            else:
-                resolved.setdefault(segment.field, []).append(one)
+        made: dict[int, Any] = {}
+        failed: dict[int, PayloadError] = {}
+
+        def make(indexes: Sequence[int]) -> None:
+            for index in indexes:
+                if failed and deadline.passed() > _GRACE:
+                    return
+                try:
+                    made[index] = self._one(segments[index], layouts[index], deadline)
+                except PayloadError as error:
+                    error.index, error.field = index, segments[index].field
+                    failed[index] = error.with_traceback(None)  # which holds this frame
+
+        self._make_all(segments, make)
+        resolved: dict[str, list[Any]] = {}
+        for index, segment in enumerate(segments):
+            if index in made:
+                resolved.setdefault(segment.field, []).append(made[index])
+        errors = [failed[index] for index in sorted(failed)]
+        unseen = len(segments) - len(made) - len(errors)
         if errors:
-            resolved.clear()  # nothing this call mapped stays, not even through the traceback
-            one = None
+            # Nothing this call mapped stays, not even through the traceback.
+            resolved.clear()
+            made.clear()
+            failed.clear()
             self._files.drop([s.file for s in segments if s.file not in mapped])
             try:
                 raise telling_of_all(errors[0], errors[1:], len(segments), unseen) from None
             finally:
                 del errors  # it holds the error, and that this frame
         return resolved
+
+    def _make_all(self, segments: Sequence[Segment], make: Callable[[Sequence[int]], None]) -> None:
+        """Make the arrays of all segments: in order, or where each file waits for a server on threads."""
+        new: dict[str, list[int]] = {}
+        for index, segment in enumerate(segments):
+            if segment.file not in self._maps:
+                new.setdefault(segment.file, []).append(index)
+        # Asked as for files of no bytes: local ones are mapped, which a second thread only slows.
+        threads = self._files.helpers(len(new), segments[0].file, 0) if len(new) > 1 else 1
+        if threads < 2:
+            make(range(len(segments)))
+            return
+        tasks = [partial(make, indexes) for indexes in new.values()]
+        tasks.append(partial(make, [i for i, one in enumerate(segments) if one.file not in new]))
+        _gather.spread(self._files, tasks, threads)
 
     def _one(
         self, segment: Segment, layout: _plan.Layout, deadline: Deadline

@@ -252,6 +252,20 @@ class Writer:
             future.add_done_callback(self._take_back)
             raise
 
+    def check(self, payload_dir: str | os.PathLike[str] | None) -> None:
+        """Judge a `payload_dir` by its name, as `write` would: before the work of making arrays.
+
+        Raises
+        ------
+        PathError, TypeError
+            When it leads outside `prefix` or is no path. A symbolic link is only seen by `write`.
+
+        Examples
+        --------
+        >>> Writer("/shared/payload").check("/shared/payload/v3")
+        """
+        self._new_name(payload_dir)
+
     def _take_back(self, future: Future[list[Segment]]) -> None:
         """Remove the file of a call nobody waits for any more."""
         if future.cancelled() or future.exception() or not future.result():

@@ -2,7 +2,6 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 import pytest
 import uvicorn
@@ -10,9 +9,6 @@ from hypothesis import HealthCheck, settings
 
 from payload import Segment
 from payload.testing.server import App
-
-# Suites with environments of their own; their make targets name them, and fail if none is found.
-collect_ignore = [suite for suite in ("verifiers",) if find_spec(suite) is None]
 
 # `ci` is reproducible, `dev` fast, `nightly` searches.
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}

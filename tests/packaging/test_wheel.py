@@ -51,12 +51,14 @@ def test_the_wheel_works_in_a_clean_environment_outside_the_checkout(
         [python, "-m", "pip", "install", "-q", wheel], check=True, capture_output=True, cwd=tmp_path
     )
     code = f"""
-import importlib.util, pathlib, client, payload, payload.testing.server
+import importlib.metadata, importlib.util, pathlib, client, payload, payload.testing.server
 import numpy as np
 for module in (client, payload):
     assert pathlib.Path(module.__file__).is_relative_to({str(tmp_path)!r}), module.__file__
 assert importlib.util.find_spec("bench") is None
 assert importlib.util.find_spec("tests") is None
+[plugin] = importlib.metadata.entry_points(group="vllm.endpoint_plugins")
+assert (plugin.name, plugin.load()().name) == ("byhandle", "byhandle")
 rows = np.arange(6, dtype=np.uint8).reshape(3, 2)
 [segment] = payload.Writer({str(tmp_path / "root")!r}).write({{"f": (0, rows)}})
 assert (payload.Resolver({str(tmp_path / "root")!r}).view(segment) == rows).all()

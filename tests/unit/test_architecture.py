@@ -13,7 +13,7 @@ FLOORS = [
     {"_plan", "_files", "_verify", "_gather", "_csr", "format"},
     {"resolver", "writer", "retention"},
     {"inline", "packing", "torch"},
-    {"testing", "cli", "_examine", "_doctor", "__main__", "__init__"},
+    {"testing", "cli", "_examine", "_doctor", "vllm", "__main__", "__init__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

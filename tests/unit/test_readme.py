@@ -1,8 +1,10 @@
 """Every Python block of the README runs, and its tables are true."""
 
+import asyncio
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -167,3 +169,25 @@ def test_the_keys_of_a_segment_are_in_its_table(tmp_path: Path) -> None:
     assert keys == [*write(tmp_path)[0], "length"]
     assert keys == list(payload.Segment.__struct_fields__)
     assert encode_segments([]) == []
+
+
+def test_a_server_of_its_own_attaches_to_its_own_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Own:
+        def create_error_response(self, message: str) -> str:
+            return message
+
+        async def serve_tokens(self, request: Any, raw_request: Any = None) -> str:
+            return "generated"
+
+        async def serve_tokens_full_generator(
+            self, request: Any, result_generator: Any
+        ) -> None: ...
+
+    monkeypatch.setenv("BYHANDLE_ROOT", str(tmp_path))
+    serving = Own()
+    run(block("vLLM"), tmp_path, app=SimpleNamespace(state=SimpleNamespace(serving_tokens=serving)))
+    params = SimpleNamespace(extra_args={"payload_dir": "/etc"})
+    refusal = asyncio.run(serving.serve_tokens(SimpleNamespace(sampling_params=params)))
+    assert "outside the writer's root" in refusal

@@ -1,8 +1,11 @@
+import errno
 import gc
 import mmap
 import os
 import pickle
 import socket
+import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,11 @@ from payload import (
     Segment,
     SegmentError,
     Writer,
+    clip,
     decode_segments,
     encode_segments,
 )
+from tests import conftest
 
 ROWS = np.arange(240, dtype=np.uint8).reshape(10, 4, 6)
 
@@ -496,3 +501,61 @@ def test_an_uncovered_position_is_an_error_that_lists_the_gaps(
             resolver.window([written], "routed_experts", 3, 17)
         assert caught.value.actual == [(3, 5), (15, 17)]
         assert "4 of 14 rows uncovered in [3, 17): [3, 5), [15, 17)" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "nfs"])
+def test_resolve_asks_a_network_root_for_many_files_at_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = Writer(tmp_path)
+    arrays = [np.full((4, 2, 3), i, np.uint8) for i in range(8)]
+    segments = [writer.write({"routed_experts": (0, one)})[0] for one in arrays]
+    halves = [half for one in segments for half in (clip([one], 0, 2) + clip([one], 2, 4))]
+    barrier = threading.Barrier(8, timeout=10)
+    preadv = os.preadv
+
+    def read(*args: object) -> int:
+        barrier.wait()  # until all eight files are being read
+        return preadv(*args)
+
+    monkeypatch.setattr(os, "preadv", read)
+    with Resolver({str(tmp_path): {"directory": tmp_path, "type": kind}}) as resolver:
+        views = resolver.resolve(halves)["routed_experts"]
+        missing = [conftest.segment(file=f"{tmp_path}/v0/{i}.bin") for i in range(5)]
+    assert [view.tolist() for view in views] == [
+        half.tolist() for one in arrays for half in (one[:2], one[2:])
+    ]
+    began = time.monotonic()
+    with (
+        Resolver({str(tmp_path): {"directory": tmp_path, "type": kind}}, wait=0.3) as resolver,
+        pytest.raises(PayloadMissingError, match="5 of 5") as caught,
+    ):
+        resolver.resolve(missing)
+    assert caught.value.index == 0
+    assert time.monotonic() - began < 2
+
+
+def test_a_name_that_a_client_takes_for_missing_until_it_lists_is_seen(
+    written: Segment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an NFS client does where the name came in the same tick of the server's clock as the look."""
+    listed: list[Any] = []
+    real_open, real_scandir = os.open, os.scandir
+
+    def open_(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith(".safetensors") and not listed:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+        return real_open(path, *args, **kwargs)
+
+    def scandir(directory: Any) -> Any:
+        listed.append(directory)
+        return real_scandir(directory)
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "scandir", scandir)
+    with Resolver({str(tmp_path): {"directory": tmp_path, "type": "nfs"}}) as resolver:
+        began = time.monotonic()
+        np.testing.assert_array_equal(resolver.view(written), ROWS)
+        assert time.monotonic() - began < 2
+        assert len(listed) == 1  # once while the directory stands still
+        assert resolver.stats().waits > 1  # and not at the first look

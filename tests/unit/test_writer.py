@@ -129,6 +129,18 @@ def test_a_directory_outside_the_prefix_is_refused(payload_dir: str, tmp_path: P
     assert files(tmp_path) == []
 
 
+def test_a_directory_can_be_judged_before_there_is_anything_to_write(tmp_path: Path) -> None:
+    writer = Writer(tmp_path / "root", prefix="/shared/payload")
+    for allowed in (None, "v3", "/shared/payload/v3", "/shared/payload/v3/"):
+        writer.check(allowed)
+    for outside in ("/etc", "/shared/payloads/v3", "..", "a//b", "\0", "/" + "x" * 5000):
+        with pytest.raises(PathError):
+            writer.check(outside)
+    with pytest.raises(TypeError, match="payload_dir is 7: needs a path"):
+        writer.check(7)  # type: ignore[arg-type]
+    assert files(tmp_path) == []
+
+
 def test_a_link_beneath_the_root_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (tmp_path / "root").mkdir()
