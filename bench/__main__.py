@@ -190,7 +190,7 @@ class Bench:
             with tempfile.NamedTemporaryFile("rb") as file:
                 more = ["--quick"] if self.quick else []
                 if name == "dataloader":
-                    more = ["--batches", "50", "--others", "1", "2", "8"]
+                    more = ["--batches", "30", "--others", "1", "2", "8"]
                 command = [python, "-m", f"bench.{name}", "--json", file.name, *more]
                 done = subprocess.run(command, check=False)
                 raw = file.read()

@@ -27,8 +27,8 @@ Kind = Literal["ours", "inline", "file", "floor"]
 class Given:
     """What a way starts from: messages in memory, segments of files, and a note of what it copied.
 
-    `rollouts` are the segments of each rollout's turns; `messages` a message of each turn, if the way
-    takes messages. What must be closed after each call goes to `closing`.
+    `rollouts` are the segments of each rollout's turns, which only floors may take; `messages` a message
+    of each turn. What must be closed after each call goes to `closing`.
     """
 
     def __init__(
@@ -44,6 +44,13 @@ class Given:
         self.twins = twins  # the same rows in the rival's own file format, where it has one
         self.copied = 0
         self.closing: list[Callable[[], object]] = []
+
+    def decoded(self) -> list[list[Segment]]:
+        """The segments of each rollout out of the messages, taken as they are."""
+        return [
+            [Segment(**one) for raw in turns for one in msgspec.json.decode(raw)["payload"]]
+            for turns in self.messages
+        ]
 
     def close(self) -> None:
         while self.closing:
@@ -190,7 +197,7 @@ def upstream(given: Given) -> Get:
 
     def get() -> list[Any]:
         found = []
-        for turns in given.rollouts:
+        for turns in given.decoded():
             out = np.full((turns[-1].end, *turns[0].shape), 0, np.int32)
             for segment, data in pool.map(fetch, turns):
                 given.copied += len(data) + 4 * len(data) // np.dtype(segment.dtype).itemsize
@@ -205,6 +212,7 @@ def npy(given: Given) -> Get:
     """np.load(mmap_mode="r") of .npy files."""
 
     def get() -> list[Any]:
+        given.decoded()  # a message of the path alone would be shorter, not much
         return [
             joined(given, [np.load(path, mmap_mode="r") for path in turns]) for turns in given.twins
         ]
@@ -219,7 +227,7 @@ def memmap(given: Given) -> Get:
         shape = (segment.rows, *segment.shape)
         return np.memmap(segment.file, segment.dtype, "r", segment.offset, shape)
 
-    return lambda: [joined(given, [one(s) for s in turns]) for turns in given.rollouts]
+    return lambda: [joined(given, [one(s) for s in turns]) for turns in given.decoded()]
 
 
 def safe(given: Given) -> Get:
@@ -232,7 +240,7 @@ def safe(given: Given) -> Get:
         given.copied += tensor.nbytes
         return tensor
 
-    return lambda: [joined(given, [one(s) for s in turns]) for turns in given.rollouts]
+    return lambda: [joined(given, [one(s) for s in turns]) for turns in given.decoded()]
 
 
 # --- floors
@@ -291,10 +299,10 @@ FIXED = (
     Way("msgspec, base64", "inline", inline(msgspec_json, b64decode), "json"),
     Way("msgspec, SIMD base64", "inline", inline(msgspec_json, simd), "json", needs="pybase64"),
     Way("msgpack bytes", "inline", msgpack_bytes, "msgpack"),
-    Way("32 preads, widened", "file", upstream, wide=True),
-    Way("np.load(mmap_mode)", "file", npy, twin=".npy"),
-    Way("np.memmap", "file", memmap),
-    Way("safetensors safe_open", "file", safe, needs="safetensors"),
+    Way("32 preads, widened", "file", upstream, "handle", wide=True),
+    Way("np.load(mmap_mode)", "file", npy, "handle", twin=".npy"),
+    Way("np.memmap", "file", memmap, "handle"),
+    Way("safetensors safe_open", "file", safe, "handle", needs="safetensors"),
     Way("floor: map, np.ndarray", "floor", bare_map),
     Way("floor: preadv", "floor", bare_preadv),
     Way("floor: memcpy", "floor", memcpy),
@@ -376,7 +384,7 @@ def upstream_mask(given: Given) -> Get:
         given.copied += len(data) + out.nbytes
         return out
 
-    return lambda: [one(segment) for [segment] in given.rollouts]
+    return lambda: [one(segment) for [segment] in given.decoded()]
 
 
 def safe_mask(given: Given) -> Get:
@@ -390,7 +398,7 @@ def safe_mask(given: Given) -> Get:
         given.copied += table.nbytes + values.nbytes
         return Ragged.from_counts(values, np.diff(table.astype(np.int64)) // 4)
 
-    return lambda: [one(segment) for [segment] in given.rollouts]
+    return lambda: [one(segment) for [segment] in given.decoded()]
 
 
 def msgpack_mask(raw: bytes) -> Any:
@@ -407,6 +415,6 @@ MASKS = (
         "msgspec, SIMD base64", "inline", packed_mask(msgspec_json, simd), "json", needs="pybase64"
     ),
     Way("msgpack bytes", "inline", packed_mask(msgpack_mask, bytes), "msgpack"),
-    Way("pread, padded", "file", upstream_mask, wide=True),
-    Way("safetensors safe_open", "file", safe_mask, needs="safetensors"),
+    Way("pread, padded", "file", upstream_mask, "handle", wide=True),
+    Way("safetensors safe_open", "file", safe_mask, "handle", needs="safetensors"),
 )

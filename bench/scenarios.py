@@ -126,7 +126,8 @@ def lay(scenario: Scenario, root: str, *, inline: bool = True) -> Laid:
     os.makedirs(f"{base}/v0")
     os.makedirs(f"{base}/messages")
     writer = Writer(base, durable=True)
-    forms = [way.message for way in scenario.ways if way.message and (inline or way.kind == "ours")]
+    takers = [way for way in scenario.ways if inline or way.kind != "inline"]
+    forms = {way.message: None for way in takers if way.message}
     laid = Laid(
         scenario,
         base,
