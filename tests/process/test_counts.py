@@ -74,3 +74,12 @@ def test_each_file_is_opened_once_and_mapped_once_or_read_once(tmp_path: Path) -
         "a quarter": [10, 0],
         "a window in one segment": [0, 0],
     }
+
+
+def test_importing_payload_brings_in_no_event_loop_and_nothing_heavy() -> None:
+    code = "import sys, payload; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, check=True)
+    found = set(done.stdout.decode().split())
+    assert {"payload", "payload.writer", "numpy", "msgspec", "xxhash"} <= found
+    heavy = {"asyncio", "ssl", "torch", "httpx2", "httpx", "hypothesis", "client", "bench"}
+    assert not heavy & found
