@@ -67,7 +67,8 @@ REASONS = {
     "the rows; of one file both read on one thread. The rows as written are a view",
     "np.memmap": "it maps as we do and checks nothing: no root, no link, no size; several turns it copies "
     "out of the maps on one thread, which a file that shrinks ends with a signal",
-    "np.load(mmap_mode)": "it maps as we do and checks neither root nor links",
+    "np.load(mmap_mode)": "it maps as we do and checks neither root nor links; on a cold disk its read of the "
+    "header sets the kernel to reading ahead, for which there is `prefetch` here",
     "safetensors safe_open": "it copies out of a map, which a file that shrinks ends with a signal; we read",
 }
 
@@ -409,9 +410,10 @@ def plots(report: Report, directory: Path) -> list[Path]:
         right.axhline(nbytes, color="#555555", linestyle=":")
         right.annotate(
             f"side arrays, once: {nbytes:.0f} MB",
-            (1, nbytes),
-            xytext=(0, -12),
+            (max(held.processes for held in report.processes), nbytes),
+            xytext=(0, 6),
             textcoords="offset points",
+            ha="right",
             fontsize=8,
         )
         save(figure, "processes")
