@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 
 TORCH ?= .venv-torch
 
-.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench clean engine-test multinode-test
+.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench bench-quick bench-ci clean engine-test multinode-test
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -106,9 +106,16 @@ format: $(READY)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# Every way to the arrays and every figure with a target, in about 8 minutes; the report goes to bench-report/.
 bench: $(READY)
-	$(BIN)/python -m bench.view; a=$$?; $(BIN)/python -m bench.window; b=$$?; \
-	$(BIN)/python -m bench.writer; c=$$?; $(BIN)/python -m bench.client; exit $$((a + b + c + $$?))
+	$(BIN)/python -m bench
+
+bench-quick: $(READY)
+	$(BIN)/python -m bench --quick
+
+# The suites in bench/ over this tree and over BASE (default: where the branch left main), in turns.
+bench-ci: $(READY)
+	$(BIN)/python -m bench.compare $(BASE)
 
 $(READY): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -119,4 +126,4 @@ $(READY): pyproject.toml
 	touch $@
 
 clean:
-	rm -rf .venv .venv-* dist build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-* bench-report dist build .pytest_cache .mypy_cache .ruff_cache

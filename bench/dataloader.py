@@ -17,11 +17,10 @@ import argparse
 import os
 import statistics
 import sys
-import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import payload.torch as pt
+from bench.measure import Figure, medians, scratch, tell
 from payload import MicroBatch, Ragged, Resolver, Sample, Segment, Writer, cp_window, gaps, pack
 
 Array = np.ndarray[Any, Any]
@@ -250,8 +250,8 @@ def epoch(loader: DataLoader[Any], nbytes: int) -> float:
     return nbytes / (time.perf_counter() - began) / 1e6
 
 
-def plain_read(root: str) -> float:
-    """Time of a window of 200 MB into a buffer, over that of the bare read that fills it."""
+def plain_read(root: str) -> tuple[float, float]:
+    """Milliseconds of a window of 200 MB into a buffer, and of the bare read that fills it."""
     rows = 200_000_000 // (ROW[0] * ROW[1])
     Path(f"{root}/large").write_bytes(bytes(rows * ROW[0] * ROW[1]))
     segment = Segment(EXPERTS, f"{root}/large", 0, 0, rows, "uint8", ROW)
@@ -264,32 +264,31 @@ def plain_read(root: str) -> float:
         os.close(fd)
 
     with Resolver(root) as resolver:
-        ways: list[Callable[[], object]] = [
-            bare,
-            lambda: pt.window(resolver, [segment], EXPERTS, 0, rows, out=out),
-        ]
-        times: list[list[float]] = [[], []]
-        for turn in range(22):
-            began = time.perf_counter()
-            ways[turn % 2]()
-            times[turn % 2].append(time.perf_counter() - began)
+        ours, rival = medians(
+            lambda: pt.window(resolver, [segment], EXPERTS, 0, rows, out=out), bare, rounds=11
+        )
     os.unlink(segment.file)
-    return statistics.median(times[1]) / statistics.median(times[0])
+    return ours, rival
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--batches", type=int, default=200)
     parser.add_argument("--megabytes", type=int, default=20, help="of routing, a micro batch")
-    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument(
+        "--workers", type=int, default=4, help="of what is compared and has targets"
+    )
+    parser.add_argument(
+        "--others", type=int, nargs="*", default=[], help="numbers of workers to time as well"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures there")
     asked = parser.parse_args()
     # torch finds more workers than cores worth a warning; here they are asked for.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     tokens = asked.megabytes * 1_000_000 // (ROW[0] * ROW[1])
     source = Source(tokens)
     rivals = min(asked.batches, 50)
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="byhandle-bench-", dir=shared) as root:
+    with scratch() as root:
         items = write(root, source, asked.batches)
         paths = write_inline(root, source, rivals)
         tiny = [write(root, Source(16), 1)[0]] * asked.workers * 4
@@ -329,35 +328,56 @@ def main() -> int:
             for step in one:
                 check(source, step)
                 compared += 1
-        rates: dict[str, list[float]] = {"handle": [], "int32": [], "inline": []}
+        rates: list[list[float]] = [[], [], []]
         for _ in range(ROUNDS):
-            rates["handle"].append(epoch(loader, bytes_of * asked.batches))
-            rates["int32"].append(epoch(wide, bytes_of * rivals))
-            rates["inline"].append(epoch(inline, bytes_of * rivals))
-        rate = {way: statistics.median(found) for way, found in rates.items()}
+            rates[0].append(epoch(loader, bytes_of * asked.batches))
+            rates[1].append(epoch(wide, bytes_of * rivals))
+            rates[2].append(epoch(inline, bytes_of * rivals))
+        handle, as_int32, rival = map(statistics.median, rates)
         del loader, inline, wide
+        name, unit = f"DataLoader, {asked.workers} workers", "MB/s"
+        figures = [
+            Figure(
+                f"{name}: by handle / inline msgpack bytes, widened",
+                handle,
+                rival,
+                unit,
+                handle / rival,
+                ">= 3",
+            ),
+            Figure(f"{name}: by handle as int32 / inline", as_int32, rival, unit, as_int32 / rival),
+            Figure(
+                "window of 200 MB into a buffer / bare read into it",
+                *read_into,
+                "ms",
+                read_into[0] / read_into[1],
+                "<= 1.1",
+            ),
+            Figure(
+                f"private payload memory of {asked.workers} workers / batches in flight",
+                held / 1e6,
+                flight / 1e6,
+                "MB",
+                held / flight,
+                "<= 1",
+            ),
+        ]
+        for workers in asked.others:
+            loader = loader_of(items[:rivals], with_handles, workers)
+            inline = loader_of(paths, read_inline, workers)
+            both: list[list[float]] = [[], []]
+            for turn in range(1 + ROUNDS):
+                for one, kept in zip((loader, inline), both, strict=True):
+                    rate = epoch(one, bytes_of * rivals)
+                    if turn:  # the first one starts the workers
+                        kept.append(rate)
+            handle, rival = map(statistics.median, both)
+            del loader, inline, one
+            name = f"DataLoader, {workers} workers: by handle / inline msgpack bytes, widened"
+            figures.append(Figure(name, handle, rival, unit, handle / rival))
     print(f"{compared} steps equal to the reference in every tensor; files unchanged after writes")
-    print(f"{'':<62}{'MB/s':>8}{'ratio':>8}  target")
-    print(f"{'inline msgpack bytes, widened to int32':<62}{rate['inline']:>8.0f}")
-    rows = [
-        ("by handle", rate["handle"], rate["handle"] / rate["inline"], ">= 3.0"),
-        ("by handle, asked for as int32", rate["int32"], rate["int32"] / rate["inline"], ""),
-        ("window of 200 MB into a buffer / bare read into it", None, read_into, "<= 1.1"),
-        (
-            f"private payload memory {held / 1e6:.0f} MB / {flight / 1e6:.0f} MB in flight"
-            f" ({busy.looks} looks)",
-            None,
-            held / flight,
-            "<= 1.0",
-        ),
-    ]
-    missed = 0
-    for name, speed, ratio, target in rows:
-        print(f"{name:<62}{'' if speed is None else f'{speed:.0f}':>8}{ratio:>8.2f}  {target}")
-        if target:
-            sign, bound = target.split()
-            missed += ratio > float(bound) if sign == "<=" else ratio < float(bound)
-    return 1 if missed else 0
+    print(f"{busy.looks} looks at private memory")
+    return tell(figures, asked.json)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,13 @@ import mmap
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from bench.measure import Figure, main, scratch
 from payload import Resolver, Segment
 
 SEGMENTS = 2_000
@@ -42,17 +42,19 @@ def per_loop(run: Callable[[], object]) -> float:
     return (time.perf_counter_ns() - began) / SEGMENTS
 
 
-def compare(ours: Callable[[], float], rival: Callable[[], float]) -> tuple[float, float]:
+def compare(
+    ours: Callable[[], float], rival: Callable[[], float], rounds: int
+) -> tuple[float, float]:
     """Medians of interleaved rounds: both meet the same noise."""
     a, b = [], []
     gc.collect()
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         a.append(ours())
         b.append(rival())
     return statistics.median(a), statistics.median(b)
 
 
-def warm(root: str) -> tuple[float, float]:
+def warm(root: str, rounds: int) -> tuple[float, float]:
     path = f"{root}/warm"
     nbytes = int(np.prod(SHAPE))
     Path(path).write_bytes(bytes(SEGMENTS * nbytes))
@@ -75,10 +77,10 @@ def warm(root: str) -> tuple[float, float]:
                 np.ndarray(SHAPE, dtype, buffer=mapped, offset=offset)
 
         ours()
-        return compare(lambda: per_loop(ours), lambda: per_loop(bare))
+        return compare(lambda: per_loop(ours), lambda: per_loop(bare), rounds)
 
 
-def by_size(root: str) -> tuple[float, float]:
+def by_size(root: str, rounds: int) -> tuple[float, float]:
     path = f"{root}/large"
     with open(path, "wb") as file:
         file.truncate(2**30)
@@ -89,10 +91,11 @@ def by_size(root: str) -> tuple[float, float]:
         return compare(
             lambda: per_call(lambda _: resolver.view(large)),
             lambda: per_call(lambda _: resolver.view(small)),
+            rounds,
         )
 
 
-def cold(root: str) -> tuple[float, float]:
+def cold(root: str, rounds: int) -> tuple[float, float]:
     paths = [f"{root}/cold{index}" for index in range(SEGMENTS)]
     for path in paths:
         with open(path, "wb") as file:
@@ -113,26 +116,22 @@ def cold(root: str) -> tuple[float, float]:
 
         return per_call(one)
 
-    return compare(ours, bare)
+    return compare(ours, bare, rounds)
 
 
-def main() -> int:
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+def figures(quick: bool) -> list[Figure]:
     measures = (
-        ("view of a mapped file / bare np.ndarray over a map", warm, 4.0),
-        ("view of a new file / bare open, fstat, mmap, close", cold, 2.0),
-        ("view of 1 GiB / view of 1 KiB", by_size, 1.2),
+        ("view of a mapped file / bare np.ndarray over a map", warm, "<= 4"),
+        ("view of a new file / bare open, fstat, mmap, close", cold, "<= 2"),
+        ("view of 1 GiB / view of 1 KiB", by_size, "<= 1.2"),
     )
-    missed = 0
-    print(f"{'':<52}{'ours ns':>9}{'rival ns':>9}{'ratio':>7}{'target':>8}")
+    found = []
     for name, measure, target in measures:
-        with tempfile.TemporaryDirectory(prefix="byhandle-bench-", dir=shared) as root:
-            ours, rival = measure(root)
-        ratio = ours / rival
-        missed += ratio > target
-        print(f"{name:<52}{ours:>9.0f}{rival:>9.0f}{ratio:>7.2f}{target:>8.1f}")
-    return 1 if missed else 0
+        with scratch() as root:
+            ours, rival = measure(root, 9 if quick else ROUNDS)
+        found.append(Figure(name, ours, rival, "ns", ours / rival, target))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(figures, __doc__))

@@ -8,18 +8,15 @@ interleaved rounds in one process, results compared first. Exit status 1 if a ta
 from __future__ import annotations
 
 import os
-import statistics
 import sys
-import tempfile
-import time
 import uuid
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.measure import Figure, main, medians, scratch
 from payload import Resolver, Segment
 
 Array = np.ndarray[Any, Any]
@@ -62,19 +59,6 @@ def bare(segments: list[Segment], out: Array) -> Array:
     return out
 
 
-def medians(*runs: Callable[[], object]) -> list[float]:
-    """Median milliseconds of each, in interleaved rounds: all meet the same noise."""
-    times: list[list[float]] = [[] for _ in runs]
-    for run in runs:
-        run()
-    for _ in range(ROUNDS):
-        for run, kept in zip(runs, times, strict=True):
-            began = time.perf_counter()
-            run()
-            kept.append(1e3 * (time.perf_counter() - began))
-    return [statistics.median(kept) for kept in times]
-
-
 def write(root: str, files: int, rows: int) -> list[Segment]:
     data = np.random.default_rng(0).integers(0, 128, (rows, *ROW), np.uint8)
     os.makedirs(f"{root}/v3", exist_ok=True)
@@ -86,12 +70,9 @@ def write(root: str, files: int, rows: int) -> list[Segment]:
     return segments
 
 
-Row = tuple[str, float, float, float, str]
-
-
 def many_files(
-    resolver: Resolver, root: str, files: int, rows: int, over: float, near: float
-) -> list[Row]:
+    resolver: Resolver, root: str, files: int, rows: int, over: float, near: float, rounds: int
+) -> list[Figure]:
     segments = write(root, files, rows)
     hi = files * rows
     name = f"{files} files x {rows * 384 // 1000} KB"
@@ -112,63 +93,54 @@ def many_files(
         lambda: bare(segments, out),
         lambda: window(dtype="field"),
         lambda: window(hi // 4),
+        rounds=rounds,
     )
-    found: list[Row] = [
-        (f"{name}: upstream's way / native window", rival, native, rival / native, f">= {over}"),
-        (
-            f"{name}: window into an array / bare loop into it",
-            into,
-            floor,
-            into / floor,
-            f"<= {near}",
-        ),
-        (f"{name}: upstream's way / window as int32", rival, same, rival / same, ">= 1.5"),
-        (f"{name}: quarter window / whole", quarter, native, quarter / native, "<= 0.35"),
-    ]
+    found = [
+        Figure(f"{name}: upstream's way / native window", native, rival, "ms", rival / native, f">= {over}"),
+        Figure(f"{name}: window into an array / bare loop into it", into, floor, "ms", into / floor, f"<= {near}"),
+        Figure(f"{name}: upstream's way / window as int32", same, rival, "ms", rival / same, ">= 1.5"),
+        Figure(f"{name}: quarter window / whole", quarter, native, "ms", quarter / native, "<= 0.35"),
+    ]  # fmt: skip
     return found if rows > 16 else found[:2]
 
 
-def one_segment(resolver: Resolver, root: str) -> list[Row]:
+def one_segment(resolver: Resolver, root: str, rounds: int) -> list[Figure]:
     [segment] = write(root, 1, 30_000)
     rival, ours = medians(
         lambda: upstream([segment], 0, 30_000),
         lambda: [resolver.window([segment], "routed_experts", 0, 30_000) for _ in range(100)],
+        rounds=rounds,
     )
     ours /= 100
-    return [
-        ("one segment of 11.5 MB: upstream's way / window", rival, ours, rival / ours, ">= 1000")
-    ]
+    name = "one segment of 11.5 MB: upstream's way / window"
+    return [Figure(name, ours, rival, "ms", rival / ours, ">= 1000")]
 
 
-def turns(root: str) -> list[Row]:
+def turns(root: str, rounds: int) -> list[Figure]:
     segments = write(root, 50, 1000)
     [whole] = write(root, 1, 50_000)
     with Resolver(root, mode="copy") as resolver:
         many, one = medians(
             lambda: resolver.window(segments, "routed_experts", 0, 50_000),
             lambda: resolver.window([whole], "routed_experts", 0, 50_000),
+            rounds=rounds,
         )
-    return [("50 turns of 1,000 tokens / the same in one segment", many, one, many / one, "<= 2.0")]
+    name = "50 turns of 1,000 tokens / the same in one segment"
+    return [Figure(name, many, one, "ms", many / one, "<= 2")]
 
 
-def main() -> int:
-    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="byhandle-bench-", dir=shared) as root:
+def figures(quick: bool) -> list[Figure]:
+    rounds = 5 if quick else ROUNDS
+    found: list[Figure] = []
+    with scratch() as root:
         with Resolver(root) as resolver:
-            rows += many_files(resolver, root, 640, 512, 3.5, 1.25)
-            rows += many_files(resolver, root, 2000, 16, 3.0, 1.6)
-            rows += one_segment(resolver, root)
-        rows += turns(root)
-    missed = 0
-    print(f"{'':<60}{'ms':>9}{'ms':>9}{'ratio':>9}  target")
-    for name, first, second, ratio, target in rows:
-        sign, bound = target.split()
-        missed += ratio > float(bound) if sign == "<=" else ratio < float(bound)
-        print(f"{name:<60}{first:>9.2f}{second:>9.3f}{ratio:>9.2f}  {target}")
+            found += many_files(resolver, root, 640, 512, 3.5, 1.25, rounds)
+            found += many_files(resolver, root, 2000, 16, 3.0, 1.6, rounds)
+            found += one_segment(resolver, root, rounds)
+        found += turns(root, rounds)
     POOL.shutdown()
-    return 1 if missed else 0
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(figures, __doc__))

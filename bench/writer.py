@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
 
 import numpy as np
 
+from bench.measure import SHARED, Figure, main, scratch
 from payload import Writer
 
 ROUNDS = 31
@@ -41,7 +40,7 @@ def bare(root: str, durable: bool) -> str:
     return path
 
 
-def compare(root: str, durable: bool) -> tuple[float, float]:
+def compare(root: str, durable: bool, rounds: int) -> tuple[float, float]:
     """Median milliseconds of our write and of the bare one."""
     writer = Writer(root, durable=durable)
     runs: tuple[Callable[[], str], ...] = (
@@ -51,7 +50,7 @@ def compare(root: str, durable: bool) -> tuple[float, float]:
     times: list[list[float]] = [[], []]
     for run in runs:
         os.unlink(run())
-    for _ in range(ROUNDS if not durable else ROUNDS // 3):
+    for _ in range(rounds if not durable else rounds // 3):
         for run, kept in zip(runs, times, strict=True):
             began = time.perf_counter()
             path = run()
@@ -77,30 +76,21 @@ async def lag(root: str) -> float:
     return statistics.quantiles(late, n=100)[-1]
 
 
-def main() -> int:
-    rows = []
-    places = [("tmpfs", "/dev/shm")] if os.access("/dev/shm", os.W_OK) else []
+def figures(quick: bool) -> list[Figure]:
+    rounds, found = 9 if quick else ROUNDS, []
+    places = [("tmpfs", SHARED)] if os.access(SHARED, os.W_OK) else []
     for name, base in (*places, ("disk", os.getcwd())):
-        root = tempfile.mkdtemp(prefix=".byhandle-bench-", dir=base)
-        try:
+        with scratch(base) as root:
             for durable in (False, True):
-                ours, rival = compare(root, durable)
-                kind = "durable write" if durable else "write"
-                rows.append((f"{kind} of 11.5 MB on {name} / bare", ours, rival, ours / rival, 1.3))
+                ours, rival = compare(root, durable, rounds)
+                what = f"{'durable write' if durable else 'write'} of 11.5 MB on {name} / bare"
+                found.append(Figure(what, ours, rival, "ms", ours / rival, "<= 1.3"))
             if name == "tmpfs":
                 late = asyncio.run(lag(root))
-                rows.append(
-                    ("99% of ticks beside 5 x 100 MB of awrite: ms late", late, 0.0, late, 50.0)
-                )
-        finally:
-            shutil.rmtree(root)
-    missed = 0
-    print(f"{'':<52}{'ours ms':>9}{'rival ms':>9}{'ratio':>7}{'target':>8}")
-    for name, ours, rival, ratio, target in rows:
-        missed += ratio > target
-        print(f"{name:<52}{ours:>9.2f}{rival:>9.2f}{ratio:>7.2f}{target:>8.1f}")
-    return 1 if missed else 0
+                what = "99% of ticks beside 5 x 100 MB of awrite: ms late"
+                found.append(Figure(what, late, None, "ms", late, "<= 50"))
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(figures, __doc__))

@@ -22,6 +22,7 @@ from .ragged import Ragged
 from .segment import Segment
 
 _ROWS = 1 << 16  # table entries looked at at a time
+_SPARSE = 8  # entries a value from which on naming places beats a mask of all entries; measured
 
 
 class Part(NamedTuple):
@@ -298,14 +299,23 @@ def _scatter_padded(
 
 
 def _store(rows: Array, counts: Array, values: Array) -> None:
-    """Put values into the leading entries of rows, a mask of at most `SCRATCH` bytes at a time."""
-    columns = np.arange(rows.shape[1], dtype=np.int32)
-    step = max(1, SCRATCH // max(1, rows.shape[1]))
+    """Put values into the leading entries of rows, with at most `SCRATCH` bytes besides."""
+    width = rows.shape[1]
+    step = max(1, SCRATCH // 4 // max(1, width))
+    columns = np.arange(width, dtype=np.int32)
+    flat = rows.reshape(-1)  # shares memory: rows are C-contiguous
     at = 0
     for first in range(0, len(rows), step):
         some = counts[first : first + step]
-        count = int(some.sum())
-        rows[first : first + step][columns < some[:, None]] = values[at : at + count]
+        ends = np.cumsum(some)
+        count = int(ends[-1])
+        if count * _SPARSE < len(some) * width:
+            begins = np.arange(first, first + len(some)) * width - ends + some
+            places = np.repeat(begins, some)
+            places += np.arange(count)
+            flat[places] = values[at : at + count]
+        else:
+            rows[first : first + step][columns < some[:, None]] = values[at : at + count]
         at += count
 
 

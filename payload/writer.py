@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import operator
 import os
 import reprlib
-import secrets
-import socket
 import stat
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -32,6 +29,9 @@ from .fields import FIELDS
 from .format import MAX_HEADER, SUFFIX, encode_header, why_illegal_field
 from .ragged import Ragged
 from .segment import Segment, check
+
+if TYPE_CHECKING:
+    import asyncio
 
 WRITERS = 2  # threads; more would only fight for the same disk
 QUEUED = 16  # calls of `awrite` that write or wait at a time
@@ -237,6 +237,8 @@ class Writer:
         PathError, PayloadWriteError, ValueError, TypeError
             As for `write`.
         """
+        import asyncio  # here: a fifth of the time to import payload, and trainers never need it
+
         loop = asyncio.get_running_loop()
         slots = self._slots.setdefault(loop, asyncio.Semaphore(QUEUED))
         await slots.acquire()
@@ -384,7 +386,7 @@ class Writer:
     def _write_and_rename(
         self, directory: Directory, place: Place, path: str, name: str, plan: _Plan
     ) -> None:
-        temporary = f".{name}.{socket.gethostname()[:64]}.{os.getpid()}.{secrets.token_hex(4)}"
+        temporary = f".{name}.{os.uname().nodename[:64]}.{os.getpid()}.{os.urandom(4).hex()}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(temporary, flags, 0o600, dir_fd=directory.fd)
         left = temporary

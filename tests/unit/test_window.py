@@ -368,6 +368,23 @@ def test_long_masks_are_gathered_in_parts(root: Path) -> None:
         np.testing.assert_array_equal(got[got >= 0], mask.values[mask.offsets[8] :])
 
 
+@pytest.mark.parametrize("most", [3, 24, 400])
+def test_padded_rows_are_the_same_however_full_they_are(most: int, root: Path) -> None:
+    """One row is 400 wide, and the rest of a segment fills little of that, some, or all."""
+    rng = np.random.default_rng(most)
+    lists = [rng.integers(0, 99, rng.integers(0, most + 1)).tolist() for _ in range(3000)]
+    lists[1500] = list(range(400))
+    segments = Writer(root).write({"sampling_mask": (7, Ragged.from_lists(lists))})
+    want = np.full((3001, 400), -1, np.int32)
+    for row, ids in zip(want[1:], lists, strict=True):
+        row[: len(ids)] = ids
+    with Resolver(root) as resolver:
+        got = resolver.window(segments, "sampling_mask", 6, 3007, holes="any")
+        np.testing.assert_array_equal(got, want, strict=True)
+        got = resolver.window(segments, "sampling_mask", 1000, 2000, dtype="int64")
+        np.testing.assert_array_equal(got, want[994:1994])
+
+
 @pytest.mark.parametrize("field", ["sampling_mask", NAME])
 def test_lo_past_hi_is_the_callers_mistake(field: str, root: Path) -> None:
     with Resolver(root) as resolver:
