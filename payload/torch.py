@@ -238,7 +238,8 @@ def as_index(tensor: torch.Tensor, dtype: torch.dtype = torch.int64) -> torch.Te
         place = [int(at) for at in wrong.nonzero()[0]]
         value = int(values[tuple(place)])
         if wide.is_nested:
-            starts = wide.offsets()
+            jagged: Any = wide  # torch's types do not know of offsets
+            starts = jagged.offsets()
             row = int((starts <= place[0]).sum()) - 1
             place = [row, place[0] - int(starts[row]), *place[1:]]
         value += 2**64 if kind == torch.uint64 and value < 0 else 0
