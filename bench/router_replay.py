@@ -104,7 +104,8 @@ def logprobs(model: Any, rollout: Rollout, resolver: Resolver) -> torch.Tensor:
         allowed[rows, torch.from_numpy(kept.values.astype("int64"))] = True
         logits = logits.masked_fill(~allowed, float("-inf"))
     sampled = torch.tensor(rollout.tokens[rollout.prompt :])
-    return logits.log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
+    chosen: torch.Tensor = logits.log_softmax(-1).gather(-1, sampled[:, None])[:, 0]
+    return chosen
 
 
 def main() -> int:
