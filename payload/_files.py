@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import mmap
 import os
 import resource
@@ -52,7 +51,6 @@ _COUNTED = (
     "opens", "maps", "hits", "bytes_mapped", "bytes_read", "bytes_read_through", "bytes_copied",
     "bytes_prefetched", "reads", "waits",
 )  # fmt: skip
-_log = logging.getLogger("payload")
 _M = TypeVar("_M", bound=mmap.mmap)
 
 
@@ -389,7 +387,9 @@ class Files:
         self.fallbacks[reason] += 1
         if (directory.root, reason) not in self._warned:
             self._warned.add((directory.root, reason))
-            _log.warning(
+            import logging  # rarely needed, and dear to import
+
+            logging.getLogger("payload").warning(
                 "files beneath %r are read instead of mapped: %s; %d maps are alive, descriptors are "
                 "limited to %d and maps by vm.max_map_count",
                 directory.root, error, self.live_maps(), resource.getrlimit(resource.RLIMIT_NOFILE)[0],

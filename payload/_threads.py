@@ -7,10 +7,14 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .errors import ResolverClosedError
+
+if TYPE_CHECKING:
+    # Else imported where threads are made: with logging, which it needs, a tenth of the time that
+    # importing payload takes, and many a process makes none.
+    from concurrent.futures import Future, ThreadPoolExecutor
 
 T = TypeVar("T")
 
@@ -31,6 +35,8 @@ class Threads:
         if threads < 2:
             work()
             return
+        from concurrent.futures import wait
+
         futures = [self._start(work)[0] for _ in range(threads - 1)]
         try:
             work()
@@ -50,11 +56,13 @@ class Threads:
         """Run `work` on a helping thread; on this one when there is none to be had."""
         future, started = self._start(work)
         if not started and future.cancel():
-            future = Future()
+            future = type(future)()
             _carry_out([future], work)
         return future
 
     def _start(self, work: Callable[[], T]) -> tuple[Future[T], bool]:
+        from concurrent.futures import Future, ThreadPoolExecutor
+
         # A future of our own: a pool that can start no thread raises, yet keeps what it was given
         # for the threads it has.
         future: Future[T] = Future()
@@ -72,6 +80,8 @@ class Threads:
         with self._lock:
             self._check_open()
             if self._prefetcher is None:
+                from concurrent.futures import ThreadPoolExecutor
+
                 self._prefetcher = ThreadPoolExecutor(1, "payload-prefetch")
             with contextlib.suppress(RuntimeError):
                 self._prefetcher.submit(work)

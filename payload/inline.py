@@ -9,7 +9,6 @@ position, payload``.
 from __future__ import annotations
 
 import ast
-import base64
 import binascii
 import operator
 import os
@@ -363,8 +362,10 @@ def _base64_or_base85(value: Mapping[str, Any], place: str) -> Array:
             (4 * -(-count // 3), 5 * count),
             found,
         )
+    from base64 import b85decode  # one old form needs it
+
     try:
-        data = base64.b85decode(text)
+        data = b85decode(text)
     except ValueError as error:
         raise _wrong(f"{place}.data", "base85", f"data is not base85: {error}") from None
     return _array(data, shape, "int32", f"{place}.shape")

@@ -11,7 +11,6 @@ import stat
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from .segment import Segment, check
 
 if TYPE_CHECKING:
     import asyncio
+    from concurrent.futures import Future
 
 WRITERS = 2  # threads; more would only fight for the same disk
 QUEUED = 16  # calls of `awrite` that write or wait at a time
