@@ -73,7 +73,9 @@ def run(folder: Path, code: str, *arguments: str, functions: str = "") -> Any:
         cwd=folder, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
+    # At exit the tracker, a process of its own, may find names gone that it was to remove.
+    said = re.sub(r".*resource_tracker: '/mp-\w+': \[Errno 2\].*", "", done.stderr)
+    assert "Warning" not in said
     return json.loads(done.stdout)
 
 
