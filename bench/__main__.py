@@ -14,6 +14,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -353,6 +354,8 @@ def main() -> int:
         "--out", metavar="DIR", default="bench-report", help="where the report goes"
     )
     asked = parser.parse_args()
+    # Also when it is told to end, nothing is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     bench = Bench(asked)
     out = Path(asked.out)
     out.mkdir(parents=True, exist_ok=True)
