@@ -130,7 +130,7 @@ def turns(root: str, rounds: int) -> list[Figure]:
 
 
 def figures(quick: bool) -> list[Figure]:
-    rounds = 5 if quick else ROUNDS
+    rounds = 3 if quick else ROUNDS
     found: list[Figure] = []
     with scratch() as root:
         with Resolver(root) as resolver:
