@@ -308,3 +308,15 @@ def test_expert_dtype_is_the_smallest_that_fits(experts: int, name: str) -> None
 def test_expert_dtype_refuses_what_no_dtype_holds(experts: int) -> None:
     with pytest.raises(ValueError, match=f"num_experts is {experts}"):
         expert_dtype(experts)
+
+
+def test_a_tower_of_directories_is_refused_before_one_is_made(tmp_path: Path) -> None:
+    writer = Writer(tmp_path)
+    deepest = "/".join("abcdefgh")
+    assert writer.write({"f": (0, ROWS)}, payload_dir=deepest)
+    for deeper in (f"{deepest}/i", f"{tmp_path}/" + "d/" * 1900 + "x"):
+        with pytest.raises(PathError, match="directories beneath .*: needs at most 8") as caught:
+            writer.write({"f": (0, ROWS)}, payload_dir=deeper)
+        assert (caught.value.reason, caught.value.expected) == ("depth", 8)
+        assert len(str(caught.value)) < 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a"]
