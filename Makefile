@@ -87,7 +87,7 @@ test-floors:
 # The train client of verifiers with our names in place, and the client's suites on its openai 2.
 verifiers-test:
 	@test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
-	.venv-verifiers/bin/python -m pip install -q -e . "verifiers==0.4.0" "openai<3" pytest pytest-timeout hypothesis uvicorn
+	.venv-verifiers/bin/python -m pip install -q -e . "verifiers==0.4.0" "openai<3" pytest pytest-benchmark pytest-timeout hypothesis uvicorn
 	.venv-verifiers/bin/python -m pytest tests/verifiers tests/differential tests/unit/test_client.py
 
 check: lint types packaging
