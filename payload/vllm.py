@@ -176,7 +176,7 @@ def attach(serving: _Serving, writer: Writer | None = None) -> _Serving:
             return response
         if not hasattr(response, "choices"):
             _give_back(taken, writer)
-            if hasattr(response, "error") or (isinstance(response, dict) and "error" in response):
+            if hasattr(response, "error") or (isinstance(response, dict) and response.get("error")):
                 return response  # nobody would learn of the files
             error: Exception = TypeError(f"{type(response).__name__} has no choices")
         else:
