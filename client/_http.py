@@ -7,7 +7,6 @@ import inspect
 import json
 import ssl
 import sys
-import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import cache
@@ -16,12 +15,12 @@ from typing import Any, Final, NamedTuple
 import httpx2
 import msgspec
 
+from ._turns import turn, worked
+
 # Generations take as long as they take; a server that is not there is told apart sooner.
 TIMEOUT: Final = httpx2.Timeout(None, connect=10)
 # Seconds a server may take to tell its context length, which we do without otherwise.
 _LOOKUP: Final = 10.0
-# Seconds our calls work before the event loop sees to everything else.
-SHARE: Final = 0.002
 # What sending a request costs, over several waits, so it cannot be timed: seconds. As found with
 # httpx2 and openai; one a round, then.
 _SEND: Final = 0.002
@@ -122,26 +121,6 @@ _Key = tuple[str, str | None]
 # Tokens the engine takes, by server and model; None, and not asked again, if it does not say.
 _context_lengths: dict[_Key, int | None] = {}
 _asking: dict[tuple[asyncio.AbstractEventLoop, _Key], asyncio.Event] = {}
-# Seconds our calls worked since the loop last saw to everything that was ready.
-_spent: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, float] = weakref.WeakKeyDictionary()
-
-
-async def turn() -> None:
-    """Wait while our calls have had their share of this round of the event loop.
-
-    Hundreds of answers that arrive together would else be decoded in one round.
-    """
-    loop = asyncio.get_running_loop()
-    while _spent.get(loop, 0.0) >= SHARE:
-        await asyncio.sleep(0)
-
-
-def worked(seconds: float) -> None:
-    """Count work of a call in this round of the running event loop."""
-    loop = asyncio.get_running_loop()
-    if loop not in _spent:
-        loop.call_soon(_spent.pop, loop, None)  # the next round begins with it
-    _spent[loop] = _spent.get(loop, 0.0) + seconds
 
 
 def _key(client: Any, step: ContextLength) -> _Key:

@@ -8,6 +8,7 @@ from typing import Any
 
 from . import _http
 from ._response import kind, malformed, sampled, token_ids
+from ._turns import turn, worked
 from .errors import OverlongPromptError
 
 
@@ -95,7 +96,7 @@ async def generate(
     async with _http.opened(client) as http:
         answer = None
         while True:
-            await _http.turn()
+            await turn()
             began = time.perf_counter()
             try:
                 step = steps.send(answer)
@@ -103,7 +104,7 @@ async def generate(
                 result: dict[str, Any] = done.value
                 return result
             finally:
-                _http.worked(time.perf_counter() - began)
+                worked(time.perf_counter() - began)
             answer = await _http.perform(http, step)
 
 

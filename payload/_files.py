@@ -43,6 +43,8 @@ THREADED_FILE = 65_536  # bytes a local file; below, opening holds the other thr
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
 _TICK = 0.02  # s; file servers stamp changes with a clock that ticks every 1 to 10 ms
 _BLOCK = 1 << 20  # bytes; where a larger pread is no faster
+_NOWHERE: Place = ("", "")
+_NO_NAME = frozenset({"", "."})
 _CPUS = len(os.sched_getaffinity(0))
 _FORMAT = stat.S_IFMT(0xFFFF)  # the bits of a mode that say what it is
 # O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
@@ -225,15 +227,12 @@ class Files:
             return found
         if self._only_copy or (self._copied and path.rpartition("/")[0] in self._copied):
             return None
+        made = self.map_new(path, stop) if found is None else None
+        if made is not None:
+            return made
         fd, size, directory = self.open(path, start, stop, deadline)
-        made: Map | None
         try:
-            if directory.access == "map" and not self.verify:
-                if self._few or not self.counts["maps"] & 7:
-                    self._refuse_last(fd)
-                made = _map(fd, size)
-            else:
-                made = self._make_map(path, fd, size, directory, start, stop)
+            made = self._make_map(path, fd, size, directory, start, stop)
         except (PayloadMissingError, PayloadTruncatedError):
             made = self._make_map_anew(path, start, stop, deadline)
         except (OSError, ValueError) as error:
@@ -242,18 +241,55 @@ class Files:
             made = self._once_relieved(directory, error, partial(_map, fd, size))
         finally:
             os.close(fd)
-        if made is None:
-            return None
-        if found is None and len(self.maps) < self._max_maps:
-            # The common case; two threads that map one file at once both do, and one map stays.
-            self.maps[path] = made
-            self.counts["maps"] += 1
-            self.counts["bytes_mapped"] += size
-            if self._closed:  # meanwhile
-                self.drop([path])
-                raise ResolverClosedError("resolver was closed meanwhile: make a new one")
-        else:
+        if made is not None:
             self._keep(path, made)
+        return made
+
+    def map_new(self, path: str, stop: int) -> Map | None:
+        """As `map` in the common case: a plain name in a known directory whose files are mapped.
+
+        None for all else, illegal names among it; nothing is told, waited for or kept then.
+        """
+        if type(path) is not str:
+            return None
+        head, _, name = path.rpartition("/")
+        directory = self.roots.kept.get(self.roots.located.get(head, _NOWHERE))
+        if (
+            directory is None
+            or directory.access != "map"
+            or self.verify
+            or self._few
+            or name[:1] in _NO_NAME
+            or not name.isascii()
+            or len(path) > 1000
+            or len(self.maps) >= self._max_maps
+        ):
+            return None
+        counts = self.counts
+        try:
+            fd = os.open(name, _FILE, dir_fd=directory.fd)
+        except (OSError, ValueError):
+            return None
+        counts["opens"] += 1
+        try:
+            status = os.fstat(fd)
+            size = status.st_size
+            if status.st_mode & _FORMAT != stat.S_IFREG or size < stop:
+                return None
+            if not counts["maps"] & 7:
+                self._refuse_last(fd)
+            made = _map(fd, size)
+        except (OSError, ValueError):
+            return None
+        finally:
+            os.close(fd)
+        # Two threads that map one file at once both do, and one map stays.
+        self.maps[path] = made
+        counts["maps"] += 1
+        counts["bytes_mapped"] += size
+        if self._closed:  # meanwhile
+            self.drop([path])
+            raise ResolverClosedError("resolver was closed meanwhile: make a new one")
         return made
 
     def map_private(

@@ -202,7 +202,7 @@ class Resolver:
             known = self._rows.get((segment.field, segment.dtype, segment.shape))
         except (TypeError, AttributeError):  # not hashable, not a segment
             return self._view(segment)
-        if found is None or known is None:
+        if known is None:
             return self._view(segment)
         dtype, shape, row_nbytes, itemsize = known
         offset = segment.offset
@@ -216,14 +216,18 @@ class Resolver:
             )
             and not (offset | pos | rows | pos + rows) >> 63
             and rows > 0
-            and offset + rows * row_nbytes <= found.nbytes
             and not offset % itemsize
         ):
             for size in segment.shape:
                 if type(size) is not int:  # True and 1.0 equal 1 as a key
                     return self._view(segment)
-            found.hits += 1
-            return _ndarray((rows, *shape), dtype, found, offset)
+            if found is None:
+                found = self._files.map_new(segment.file, offset + rows * row_nbytes)
+                if found is not None:
+                    return _ndarray((rows, *shape), dtype, found, offset)
+            elif offset + rows * row_nbytes <= found.nbytes:
+                found.hits += 1
+                return _ndarray((rows, *shape), dtype, found, offset)
         return self._view(segment)
 
     def _view(
@@ -320,7 +324,10 @@ class Resolver:
             except SegmentError as error:
                 error.index = index
                 raise
-        mapped = set(self._files.maps)
+        new: dict[str, list[int]] = {}
+        for index, segment in enumerate(segments):
+            if segment.file not in self._maps:
+                new.setdefault(segment.file, []).append(index)
         deadline = Deadline()
         made: dict[int, Any] = {}
         failed: dict[int, PayloadError] = {}
@@ -335,7 +342,7 @@ class Resolver:
                     error.index, error.field = index, segments[index].field
                     failed[index] = error.with_traceback(None)  # which holds this frame
 
-        self._make_all(segments, make)
+        self._make_all(segments, new, make)
         resolved: dict[str, list[Any]] = {}
         for index, segment in enumerate(segments):
             if index in made:
@@ -347,19 +354,20 @@ class Resolver:
             resolved.clear()
             made.clear()
             failed.clear()
-            self._files.drop([s.file for s in segments if s.file not in mapped])
+            self._files.drop(list(new))
             try:
                 raise telling_of_all(errors[0], errors[1:], len(segments), unseen) from None
             finally:
                 del errors  # it holds the error, and that this frame
         return resolved
 
-    def _make_all(self, segments: Sequence[Segment], make: Callable[[Sequence[int]], None]) -> None:
-        """Make the arrays of all segments: in order, or where each file waits for a server on threads."""
-        new: dict[str, list[int]] = {}
-        for index, segment in enumerate(segments):
-            if segment.file not in self._maps:
-                new.setdefault(segment.file, []).append(index)
+    def _make_all(
+        self,
+        segments: Sequence[Segment],
+        new: Mapping[str, Sequence[int]],
+        make: Callable[[Sequence[int]], None],
+    ) -> None:
+        """Make the arrays of all segments: in order, or, where `new` files wait for a server, on threads."""
         # Asked as for files of no bytes: local ones are mapped, which a second thread only slows.
         threads = self._files.helpers(len(new), segments[0].file, 0) if len(new) > 1 else 1
         if threads < 2:

@@ -25,6 +25,7 @@ MAX_SEGMENTS: Final = 2**17  # a step of 256 rollouts with 50 turns and 4 side a
 MAX_MESSAGE: Final = 2**25  # bytes; MAX_SEGMENTS of the usual 250 bytes each
 
 _KEYS: Final = ("field", "file", "offset", "pos", "rows", "dtype", "shape")
+_VALUES: Final = operator.itemgetter(*_KEYS)
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -130,7 +131,7 @@ def _first_doubtful(segments: Sequence[Any], first: int) -> int:
                 or (offset | pos | rows | pos + rows | offset + rows * row_nbytes + 4) >> 63
                 or not row_nbytes
                 or (s.length is not None and not _is_length(s, rows * row_nbytes))
-                or type(s.field) is not str
+                or not (type(s.field) is type(file) is str)
                 or directory not in _DIRECTORIES
                 or name[:1] in _NO_NAME
                 or "\0" in name
@@ -324,18 +325,9 @@ def decode_segments(obj: Any) -> list[Segment]:
     >>> decode_segments([{"file": "/p/a", "offset": 8, "length": 6, "dtype": "uint8", "shape": [3, 2]}])
     [Segment(field='', file='/p/a', offset=8, pos=0, rows=3, dtype='uint8', shape=(2,), length=6)]
     """
-    if obj is None:
-        return []
     if isinstance(obj, (bytes, bytearray, memoryview, msgspec.Raw)):
         obj = _unpack(obj)
-        if obj is None:
-            return []
-    if isinstance(obj, (str, Mapping)) or not isinstance(obj, Iterable):
-        need = "bytes, or a list of segments" if isinstance(obj, str) else "a list of segments"
-        raise SegmentError(
-            f"payload is {_show(obj)}: needs {need} - at $.payload", reason="wrong_type"
-        )
-    items = obj if isinstance(obj, Sequence) else list(obj)
+    items = obj if type(obj) is list else _items(obj)
     if len(items) > MAX_SEGMENTS:
         raise SegmentError(
             f"payload has {len(items)} segments: at most {MAX_SEGMENTS} are allowed - at $.payload",
@@ -349,6 +341,17 @@ def decode_segments(obj: Any) -> list[Segment]:
         segments[index] = _decode(segments[index], index)
         index = _first_doubtful(segments, index + 1)
     return segments
+
+
+def _items(obj: Any) -> Sequence[Any]:
+    if obj is None:
+        return []
+    if isinstance(obj, (str, Mapping)) or not isinstance(obj, Iterable):
+        need = "bytes, or a list of segments" if isinstance(obj, str) else "a list of segments"
+        raise SegmentError(
+            f"payload is {_show(obj)}: needs {need} - at $.payload", reason="wrong_type"
+        )
+    return obj if isinstance(obj, Sequence) else list(obj)
 
 
 def _unpack(data: Any) -> Any:
@@ -383,8 +386,10 @@ def _decode(item: Any, index: int) -> Segment:
         segment = item
         if type(segment.shape) is not tuple:
             segment = msgspec.structs.replace(segment, shape=_tuple(segment.shape))
-    elif type(item) is dict or isinstance(item, Mapping):
+    elif type(item) is dict:
         segment = _from_object(item, place, index)
+    elif isinstance(item, Mapping):
+        segment = _from_object(dict(item), place, index)
     elif isinstance(item, (list, tuple)):
         if len(item) < len(_KEYS):
             raise SegmentError(
@@ -408,7 +413,16 @@ def _decode(item: Any, index: int) -> Segment:
     return segment
 
 
-def _from_object(item: Mapping[Any, Any], place: str, index: int) -> Segment:
+def _from_object(item: dict[Any, Any], place: str, index: int) -> Segment:
+    try:
+        field, file, offset, pos, rows, dtype, shape = _VALUES(item)
+    except KeyError:
+        return _from_plain(item, place, index)
+    return Segment(field, file, offset, pos, rows, dtype, _tuple(shape), item.get("length"))
+
+
+def _from_plain(item: dict[Any, Any], place: str, index: int) -> Segment:
+    """Read the plain form, or say which keys are missing."""
     plain = "length" in item and "rows" not in item and "pos" not in item
     needed = ("file", "offset", "length", "dtype", "shape") if plain else _KEYS
     missing = [key for key in needed if key not in item]
@@ -420,10 +434,7 @@ def _from_object(item: Mapping[Any, Any], place: str, index: int) -> Segment:
             index=index,
         )
     shape = _tuple(item["shape"])
-    length = item.get("length")
-    if not plain:
-        file, offset, dtype = item["file"], item["offset"], item["dtype"]
-        return Segment(item["field"], file, offset, item["pos"], item["rows"], dtype, shape, length)
+    length = item["length"]
     if type(shape) is not tuple or not shape:
         raise SegmentError(
             f"segment shape is {_show(item['shape'])}: without 'rows' it is the whole array's and needs "

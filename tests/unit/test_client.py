@@ -1,5 +1,6 @@
 import asyncio
 import gc
+import itertools
 import json
 import re
 import socket
@@ -24,6 +25,7 @@ from client import (
     MalformedGenerateResponseError,
     OverlongPromptError,
     _http,
+    _turns,
     generate,
     generate_sync,
     payload_status,
@@ -604,7 +606,7 @@ def test_many_calls_at_once_leave_the_event_loop_to_others(
     phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_http, "_SEND", 0.002)
-    monkeypatch.setattr(_http, "SHARE", 0.008)
+    monkeypatch.setattr(_turns, "SHARE", 0.008)
     decode = client.generate.__globals__["sampled"]
 
     def slow(raw: bytes) -> Any:
@@ -655,6 +657,46 @@ def test_a_busy_neighbour_makes_no_call_wait_for_more_than_a_round_to_send() -> 
 
     asyncio.run(run())
     assert rounds < 1.5 * Busy.together  # one to send, few more to decode them all
+
+
+def test_calls_take_turns_in_the_order_in_which_they_came() -> None:
+    order: list[int] = []
+
+    async def one(number: int) -> None:
+        await _turns.turn()
+        order.append(number)
+        _turns.worked(0.0009)  # three make a share
+
+    async def run() -> list[int]:
+        rounds = []
+        calls = [asyncio.create_task(one(number)) for number in range(40)]
+        calls[5].cancel()
+        while not all(call.done() for call in calls):
+            await asyncio.sleep(0)
+            rounds.append(len(order))
+            if len(order) >= 9 and not calls[20].done():
+                calls[20].cancel()  # while it waits
+        return rounds
+
+    rounds = asyncio.run(run())
+    assert order == [number for number in range(40) if number not in (5, 20)]
+    assert max(b - a for a, b in itertools.pairwise([0, *rounds])) == 3
+    assert len(rounds) <= 2 + 2 * len(order) // 3  # one round to be called, one to work
+
+
+def test_a_loop_closed_while_calls_wait_is_forgotten_when_the_next_one_begins() -> None:
+    async def one() -> None:
+        await _turns.turn()
+        _turns.worked(1.0)
+
+    loop = asyncio.new_event_loop()
+    calls = [loop.create_task(one()) for _ in range(3)]
+    loop.run_until_complete(asyncio.sleep(0))
+    assert _turns._turns[loop].waiting
+    assert not calls[2].done()
+    loop.close()
+    asyncio.run(one())
+    assert loop not in _turns._turns
 
 
 def test_event_loops_that_are_over_are_forgotten() -> None:

@@ -401,6 +401,63 @@ def test_a_hand_built_segment_meets_the_check_when_the_file_is_already_mapped(
         assert resolver.view(msgspec.structs.replace(written, length=240)).shape == ROWS.shape
 
 
+def test_a_new_file_meets_the_check_when_its_kind_and_directory_are_known(
+    written: Segment, tmp_path: Path
+) -> None:
+    import msgspec
+
+    data = Path(written.file).read_bytes()
+    directory = Path(written.file).parent
+    names = ["new", "ü", "x" * 255]
+    for name in names:
+        (directory / name).write_bytes(data)
+    (directory / "short").write_bytes(data[:-1])
+    (directory / "link").symlink_to(written.file)
+    (directory / ".hidden").write_bytes(data)
+    os.mkfifo(directory / "fifo")
+    bad: dict[Any, type[PayloadError]] = {
+        "": PathError, ".hidden": PathError, ".": PathError, "..": PathError, "new\0": PathError,
+        "\udc80": PathError, "x" * 256: PayloadError, "../new": PathError, "link": PathError,
+        "fifo": PathError, "short": PayloadTruncatedError, "none": PayloadMissingError,
+    }  # fmt: skip
+    with Resolver(tmp_path) as resolver:
+        resolver.view(written)
+        for name, error in bad.items():
+            segment = msgspec.structs.replace(written, file=f"{directory}/{name}")
+            for call in (resolver.view, lambda s: resolver.resolve([s])):
+                with pytest.raises(error) as caught:
+                    call(segment)
+                assert caught.value.path == segment.file
+        for file in (None, 7, b"new", type("Text", (str,), {})(f"{directory}/new")):
+            with pytest.raises(SegmentError):
+                resolver.view(msgspec.structs.replace(written, file=file))
+        for number in (-1, True, 1.0, 2**63):
+            for key in ("offset", "pos", "rows", "length"):
+                new = msgspec.structs.replace(written, file=f"{directory}/new", **{key: number})
+                with pytest.raises(SegmentError):
+                    resolver.view(new)
+        opens = resolver.stats().opens
+        for name in names:
+            new = msgspec.structs.replace(written, file=f"{directory}/{name}")
+            np.testing.assert_array_equal(resolver.view(new), ROWS, strict=True)
+        assert resolver.stats().opens == opens + len(names)
+        assert resolver.stats().maps == 1 + len(names)
+
+
+def test_resolve_does_not_look_at_every_map_that_is_kept(written: Segment, tmp_path: Path) -> None:
+    class Maps(dict[str, Any]):
+        def __iter__(self) -> Any:
+            raise AssertionError("all maps are looked at")
+
+        keys = values = items = __iter__  # type: ignore[assignment]
+
+    with Resolver(tmp_path) as resolver:
+        resolver._maps = resolver._files.maps = Maps()
+        [rows] = resolver.resolve([written])["routed_experts"]
+        np.testing.assert_array_equal(rows, ROWS, strict=True)
+        resolver._maps = resolver._files.maps = {}
+
+
 def test_a_table_is_not_data(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(64))
     table = Segment("mine", f"{tmp_path}/a", 0, 0, 2, "uint32", ())

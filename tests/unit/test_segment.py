@@ -1,5 +1,5 @@
 import json
-from collections import deque
+from collections import defaultdict, deque
 
 import msgspec
 import pytest
@@ -163,6 +163,12 @@ def test_a_missing_key_is_named(key: str) -> None:
     error = refused([{k: v for k, v in OBJECT.items() if k != key}])
     assert (error.reason, error.index) == ("missing_key", 0)
     assert f"has no '{key}'" in str(error)
+
+
+def test_a_mapping_that_makes_up_values_for_missing_keys_is_not_asked_for_them() -> None:
+    for key in OBJECT:
+        made_up = defaultdict(int, {k: v for k, v in OBJECT.items() if k != key})
+        assert refused([made_up]).reason == "missing_key"
 
 
 def test_a_short_array_says_how_many_elements_it_needs() -> None:

@@ -1,0 +1,81 @@
+"""Calls of one event loop take turns, so that hundreds at once leave it to others.
+
+Answers that arrive together would else be decoded in one round of the loop. Those that wait stand in
+a queue and a few are called each round: each that was woken in vain would cost the loop as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import weakref
+from itertools import count
+from typing import Final
+
+# Seconds our calls work before the event loop sees to everything else.
+SHARE: Final = 0.002
+# Calls woken a round: those beyond the share wait again, at their old place.
+_WOKEN: Final = 8
+
+
+class _Turns:
+    __slots__ = ("loop", "spent", "tickets", "turning", "waiting")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = weakref.ref(loop)  # it is the key these are kept by
+        self.spent = 0.0  # seconds of this round
+        self.tickets = count()
+        self.turning = False  # whether the next round is asked for
+        self.waiting: list[tuple[int, asyncio.Future[None]]] = []
+
+    def next_round(self) -> None:
+        self.spent = 0.0
+        self.turning = False
+        for _ in range(min(_WOKEN, len(self.waiting))):
+            called = heapq.heappop(self.waiting)[1]
+            if not called.done():  # cancelled
+                called.set_result(None)
+        if self.waiting:
+            self.turn()
+
+    def turn(self) -> None:
+        loop = self.loop()
+        if loop is not None and not self.turning:
+            self.turning = True
+            loop.call_soon(self.next_round)
+
+
+_turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = weakref.WeakKeyDictionary()
+
+
+def _of_this_loop() -> _Turns:
+    loop = asyncio.get_running_loop()
+    turns = _turns.get(loop)
+    if turns is None:
+        for ref in _turns.keyrefs():  # what waited in a loop that was closed holds it
+            other = ref()
+            if other is not None and other.is_closed():
+                _turns.pop(other, None)
+        turns = _turns[loop] = _Turns(loop)
+    return turns
+
+
+async def turn() -> None:
+    """Wait while our calls have had their share of this round of the event loop."""
+    turns = _of_this_loop()
+    if turns.spent < SHARE and not turns.waiting:
+        return
+    ticket = next(turns.tickets)
+    while True:
+        called = asyncio.get_running_loop().create_future()
+        heapq.heappush(turns.waiting, (ticket, called))
+        await called
+        if turns.spent < SHARE:
+            return
+
+
+def worked(seconds: float) -> None:
+    """Count work of a call in this round of the running event loop."""
+    turns = _of_this_loop()
+    turns.spent += seconds
+    turns.turn()
