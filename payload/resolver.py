@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
@@ -12,10 +11,11 @@ from typing import Any, Literal, NamedTuple, Self, SupportsIndex
 import msgspec
 import numpy as np
 
-from . import _csr, _gather, _plan
+from . import _csr, _gather, _plan, _rows
 from ._cast import NUMPY, New, allocate, common_dtype, exact_fill, known_dtype
 from ._files import Deadline, Files, Mode
-from ._gather import Array, Convert, bytes_of
+from ._gather import Array, bytes_of
+from ._naming import GRACE, Naming
 from .errors import PathError, PayloadError, ResolverClosedError, SegmentError, telling_of_all
 from .fields import FIELDS, Field
 from .ragged import Ragged
@@ -235,7 +235,7 @@ class Resolver:
     ) -> Array:
         """As `view`; a private one has a copy-on-write map of its own, and is writable."""
         self._check_open()
-        if not is_legal(segment):
+        if deadline is None and not is_legal(segment):  # a call that has one has checked it
             [segment] = decode_segments([segment])
         known = self._rows.get((segment.field, segment.dtype, segment.shape)) or self._learn(
             segment
@@ -334,7 +334,7 @@ class Resolver:
 
         def make(indexes: Sequence[int]) -> None:
             for index in indexes:
-                if failed and deadline.passed() > _GRACE:
+                if failed and deadline.passed() > GRACE:
                     return
                 try:
                     made[index] = self._one(segments[index], layouts[index], deadline)
@@ -499,7 +499,7 @@ class Resolver:
         ids = slots = None
         if layers is not None or num_layers is not None:
             ids, slots = _plan.layers_of(layers, num_layers)
-        with _naming(self._files, decoded, field):
+        with Naming(self._files, decoded, field):
             return self._window(
                 decoded, field, lo, hi, fill, holes, extent, dtype, ids, slots, place, Deadline()
             )
@@ -523,6 +523,15 @@ class Resolver:
         if not wanted:
             return None
         known = _plan.field_of(field, self._fields)
+        if (
+            len(wanted) == 1
+            and wanted[0].pos <= lo < hi <= wanted[0].end
+            and place is _VIEWED
+            and not known.ragged
+            and fill is None and holes is None and extent is None
+            and dtype is None and num_layers is None
+        ):  # fmt: skip
+            return self.view(_plan.cut(wanted[0], lo, hi))  # nothing to plan, as mostly
         layouts = _plan.layouts_of(wanted, known)
         if num_layers is not None:
             if known.ragged:
@@ -553,14 +562,14 @@ class Resolver:
                     kind = self._rows.get((field, part.dtype, shape)) or self._learn(part)
                     rows = self._mapped(part, kind, deadline, private)
                     if rows is not None:
-                        return rows[:, _slice_of(runs[0])]
+                        return rows[:, _rows.slice_of(runs[0])]
         if layers is not None:
             shape = (len(layers), *shape[1:])
         result = self._result(field, (hi - lo, *shape), target, place)
         if result.size:
-            self._gather(wanted, kinds, found, lo, result, layers, deadline)
+            _rows.gather(self._files, wanted, kinds, found, lo, result, layers, deadline)
             if filling is not None:
-                _fill_gaps(wanted, found, lo, hi, result, filling)
+                _rows.fill_gaps(wanted, found, lo, hi, result, filling)
         return result
 
     def read_into(
@@ -635,7 +644,7 @@ class Resolver:
         self._check_open()
         decoded = self._decode(segments)
         lo, hi = window(lo, hi)
-        with _naming(self._files, decoded, field):
+        with Naming(self._files, decoded, field):
             return self._ragged(decoded, field, lo, hi, holes, extent, Deadline())
 
     def _ragged(
@@ -814,86 +823,6 @@ class Resolver:
             raise ValueError("out is not a writable C-contiguous array")
         return out
 
-    def _gather(
-        self,
-        wanted: Sequence[Segment],
-        kinds: Sequence[_plan.Kind],
-        found: Sequence[_plan.Piece],
-        lo: int,
-        result: Array,
-        layers: tuple[int, ...] | None,
-        deadline: Deadline,
-    ) -> None:
-        if layers is not None:
-            self._gather_layers(wanted, found, lo, result, layers, deadline)
-            return
-        row_nbytes = result[:1].nbytes
-        shape, name = result.shape[1:], result.dtype.name
-        reads: list[_gather.Read] = []
-        converts: dict[str, list[Convert]] = {}
-        copied = 0
-        one_kind = len(kinds) == 1 and kinds[0] == (name, shape)
-        for which, start, stop in found:
-            segment = wanted[which]
-            skip, rows = start - segment.pos, stop - start
-            if one_kind or (segment.dtype == name and segment.shape == shape):
-                nbytes = rows * row_nbytes
-                offset = segment.offset + skip * row_nbytes
-                reads.append((segment.file, offset, nbytes, (start - lo) * row_nbytes))
-                copied += nbytes
-            else:
-                offset = segment.offset + skip * segment.row_nbytes
-                into = result[start - lo : stop - lo]
-                converts.setdefault(segment.file, []).append(Convert(segment, offset, into))
-                copied += rows * segment.row_nbytes
-        _gather.run(self._files, reads, bytes_of(result), copied, converts, deadline=deadline)
-        self._files.counts["bytes_copied"] += copied
-
-    def _gather_layers(
-        self,
-        wanted: Sequence[Segment],
-        found: Sequence[_plan.Piece],
-        lo: int,
-        result: Array,
-        layers: tuple[int, ...],
-        deadline: Deadline,
-    ) -> None:
-        """As `_gather`, of each row the layers alone: read alone where what is skipped is long."""
-        runs = _plan.runs(layers)
-        index = _slice_of(runs[0]) if len(runs) == 1 else list(layers)
-        reads: list[_gather.Read] = []
-        converts: dict[str, list[Convert]] = {}
-        row_nbytes = result[:1].nbytes
-        total = copied = 0
-        for which, start, stop in found:
-            segment = wanted[which]
-            offset = segment.offset + (start - segment.pos) * segment.row_nbytes
-            into = result[start - lo : stop - lo]
-            layer = segment.row_nbytes // segment.shape[0]
-            nbytes = len(into) * len(layers) * layer
-            copied += nbytes
-            skipped = _SKIPPED if self._files.is_local(segment.file) else _SKIPPED_REMOTELY
-            if segment.row_nbytes - len(layers) * layer < skipped * len(runs):
-                convert = Convert(segment, offset, into, index)
-                converts.setdefault(segment.file, []).append(convert)
-                total += len(into) * segment.row_nbytes
-                continue
-            total += nbytes
-            same = segment.dtype == result.dtype.name and segment.shape[1:] == result.shape[2:]
-            for place, first, count in runs:
-                at = (start - lo) * row_nbytes + place * layer
-                part = msgspec.structs.replace(segment, shape=(count, *segment.shape[1:]))
-                for row in range(len(into)):
-                    begin = offset + row * segment.row_nbytes + first * layer
-                    if same:
-                        reads.append((segment.file, begin, count * layer, at + row * row_nbytes))
-                    else:
-                        rows = into[row : row + 1, place : place + count]
-                        convert = Convert(part, begin, rows, None, row)
-                        converts.setdefault(segment.file, []).append(convert)
-        _gather.run(self._files, reads, bytes_of(result), total, converts, deadline=deadline)
-        self._files.counts["bytes_copied"] += copied
-
     def _padded(
         self,
         wanted: Sequence[Segment],
@@ -934,106 +863,6 @@ def _target(field: str, kinds: Sequence[_plan.Kind], known: Field, dtype: Any) -
             raise ValueError(f"field {field!r} has no dtype in the field table: pass dtype=")
         return NUMPY[known.dtype]
     return known_dtype(dtype)
-
-
-def _slice_of(run: tuple[int, int, int]) -> slice:
-    """A run of layers as an index."""
-    _, first, count = run
-    return slice(first, first + count)
-
-
-def _fill_gaps(
-    wanted: Sequence[Segment],
-    found: Sequence[_plan.Piece],
-    lo: int,
-    hi: int,
-    result: Array,
-    filling: Any,
-) -> None:
-    """Fill uncovered rows, and what rows narrower than the result's lack."""
-    for start, stop in _plan.holes_of(found, lo, hi):
-        result[start - lo : stop - lo] = filling
-    shape = result.shape[1:]
-    for which, start, stop in found:
-        for axis, size in enumerate(wanted[which].shape):
-            if size < shape[axis]:
-                before = (slice(start - lo, stop - lo), *[slice(None)] * axis, slice(size, None))
-                result[before] = filling
-
-
-class _naming:
-    """Says in a `PayloadError` which segments of a list it is about, where paths tell."""
-
-    __slots__ = ("field", "files", "segments")
-
-    def __init__(self, files: Files, segments: Sequence[Segment], field: str) -> None:
-        self.files = files
-        self.segments = segments
-        self.field = field
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not isinstance(error, PayloadError):
-            return
-        error.field = error.field or self.field
-        if error.path is None:
-            return
-        mine = [(i, s) for i, s in enumerate(self.segments) if s.field == self.field and s.rows]
-        places = [(i, s) for i, s in mine if s.file == error.path]
-        if error.offset is not None:
-            places = [(i, s) for i, s in places if s.offset == error.offset] or places
-        elif error.reason == "truncated":
-            places = [(i, s) for i, s in places if _stop(s) > error.actual] or places
-        if places:
-            error.index, error.offset = places[0][0], places[0][1].offset
-        if error.reason not in _FILE_REASONS:
-            return
-        # The call ends at the first file it meets; its caller wants to know of all.
-        over = Deadline.over()  # the call has waited already
-        others, seen, unseen = [], {error.path}, 0
-        for index, segment in mine:
-            if segment.file in seen:
-                continue
-            if len(seen) >= _LISTED or over.passed() > _GRACE:
-                unseen += 1
-                continue
-            seen.add(segment.file)
-            other = self._error_of(segment, over)
-            if other is not None:
-                other.index, other.field = index, self.field
-                others.append(other)
-        telling_of_all(error, others, len(mine), unseen)
-
-    def _error_of(self, segment: Segment, over: Deadline) -> PayloadError | None:
-        try:
-            os.close(self.files.open(segment.file, segment.offset, _stop(segment), over)[0])
-        except PayloadError as error:
-            return error
-        return None
-
-
-def _stop(segment: Segment) -> int:
-    """First byte after the rows, or after the table of a ragged segment without length."""
-    return segment.offset + (segment.nbytes or 4 * (segment.rows + 1))
-
-
-_FILE_REASONS = {
-    "missing",
-    "stale",
-    "truncated",
-    "symlink",
-    "not_regular",
-    "permission",
-    "path",
-    "io",
-}
-# Bytes of a row that cost as much to read and leave out as another read: measured on tmpfs and
-# ext4, and what a network moves in the time of one request.
-_SKIPPED, _SKIPPED_REMOTELY = 32_768, 1_048_576
-_LISTED = 256  # files looked at for the list
-_GRACE = 1.0  # s a call that failed still looks at files, to tell of all
 
 
 def _open(parameters: dict[str, Any]) -> Resolver:

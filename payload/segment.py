@@ -338,8 +338,13 @@ def decode_segments(obj: Any) -> list[Segment]:
     segments = list(items)
     index = _first_doubtful(segments, 0)
     while index < len(segments):
-        segments[index] = _decode(segments[index], index)
-        index = _first_doubtful(segments, index + 1)
+        if type(segments[index]) is Segment and type(segments[index].shape) is not list:
+            check(segments[index], f"$.payload[{index}]", index)
+            index += 1
+        else:  # so may be the rest
+            for other in range(index, len(segments)):
+                segments[other] = _segment_of(segments[other], other)
+        index = _first_doubtful(segments, index)
     return segments
 
 
@@ -380,17 +385,19 @@ def _unpack(data: Any) -> Any:
         ) from None
 
 
-def _decode(item: Any, index: int) -> Segment:
-    place = f"$.payload[{index}]"
+def _segment_of(item: Any, index: int) -> Segment:
+    """A segment of an item in any form, not checked yet."""
+    if type(item) is dict:
+        return _from_object(item, index)
+    if isinstance(item, Mapping):
+        return _from_object(dict(item), index)
+    if type(item) is Segment and type(item.shape) is tuple:
+        return item
     if isinstance(item, Segment):
-        segment = item
-        if type(segment.shape) is not tuple:
-            segment = msgspec.structs.replace(segment, shape=_tuple(segment.shape))
-    elif type(item) is dict:
-        segment = _from_object(item, place, index)
-    elif isinstance(item, Mapping):
-        segment = _from_object(dict(item), place, index)
-    elif isinstance(item, (list, tuple)):
+        field, file, offset, pos, rows, dtype, shape, length = msgspec.structs.astuple(item)[:8]
+        return Segment(field, file, offset, pos, rows, dtype, _tuple(shape), length)
+    place = f"$.payload[{index}]"
+    if isinstance(item, (list, tuple)):
         if len(item) < len(_KEYS):
             raise SegmentError(
                 f"segment has {len(item)} elements: needs at least {len(_KEYS)} ({', '.join(_KEYS)}) "
@@ -402,27 +409,25 @@ def _decode(item: Any, index: int) -> Segment:
             )
         field, file, offset, pos, rows, dtype, shape = item[:7]
         length = item[7] if len(item) > 7 else None
-        segment = Segment(field, file, offset, pos, rows, dtype, _tuple(shape), length)
-    else:
-        raise SegmentError(
-            f"segment is {_show(item)}: needs an object or an array - at {place}",
-            reason="wrong_type",
-            index=index,
-        )
-    check(segment, place, index)
-    return segment
+        return Segment(field, file, offset, pos, rows, dtype, _tuple(shape), length)
+    raise SegmentError(
+        f"segment is {_show(item)}: needs an object or an array - at {place}",
+        reason="wrong_type",
+        index=index,
+    )
 
 
-def _from_object(item: dict[Any, Any], place: str, index: int) -> Segment:
+def _from_object(item: dict[Any, Any], index: int) -> Segment:
     try:
         field, file, offset, pos, rows, dtype, shape = _VALUES(item)
     except KeyError:
-        return _from_plain(item, place, index)
+        return _from_plain(item, index)
     return Segment(field, file, offset, pos, rows, dtype, _tuple(shape), item.get("length"))
 
 
-def _from_plain(item: dict[Any, Any], place: str, index: int) -> Segment:
+def _from_plain(item: dict[Any, Any], index: int) -> Segment:
     """Read the plain form, or say which keys are missing."""
+    place = f"$.payload[{index}]"
     plain = "length" in item and "rows" not in item and "pos" not in item
     needed = ("file", "offset", "length", "dtype", "shape") if plain else _KEYS
     missing = [key for key in needed if key not in item]

@@ -10,7 +10,7 @@ ROOT = Path(payload.__file__).parent
 FLOORS = [
     {"errors", "dtypes", "_paths", "_mounts"},
     {"segment", "fields", "ragged", "_cast", "_threads", "_refusals"},
-    {"_plan", "_files", "_verify", "_gather", "_csr", "format"},
+    {"_plan", "_files", "_verify", "_gather", "_rows", "_csr", "_naming", "format"},
     {"resolver", "writer", "retention"},
     {"inline", "packing", "torch"},
     {"testing", "cli", "_examine", "_doctor", "vllm", "__main__", "__init__"},

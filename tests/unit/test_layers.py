@@ -44,7 +44,7 @@ def test_layers_are_those_a_full_window_has_there(data) -> None:
         Resolver(root, mode=data.draw(st.sampled_from(["map", "copy"]))) as resolver,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setattr(payload.resolver, "_SKIPPED", skipped)
+        patch.setattr(payload._rows, "_SKIPPED", skipped)
         segments = [
             put(root, str(i), rng.integers(0, 200, (4, slots, width)).astype(dtype), 4 * i)
             for i, (dtype, width) in enumerate(zip(dtypes, widths, strict=False))
@@ -64,7 +64,7 @@ def test_narrower_rows_of_layers_read_alone_land_in_the_leading_entries(
     dtype: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two runs, one of them of two layers: the bytes of a narrower run are not in one piece."""
-    monkeypatch.setattr(payload.resolver, "_SKIPPED", 1)
+    monkeypatch.setattr(payload._rows, "_SKIPPED", 1)
     wide = np.arange(4 * 6 * 3, dtype=np.uint8).reshape(4, 6, 3)
     narrow = 100 + np.arange(4 * 6 * 2, dtype=np.uint8).reshape(4, 6, 2)
     segments = [put(tmp_path, "a", wide), put(tmp_path, "b", narrow, 4)]
@@ -243,7 +243,7 @@ def test_of_short_rows_other_layers_are_read_but_not_judged_or_kept(tmp_path: Pa
         assert resolver.stats().bytes_copied == 4 * 10 * 8 * 2
         with pytest.raises(PayloadCorruptError, match="511"):
             resolver.window([segment], NAME, 0, 4, layers=[10], **options)
-        patch.setattr(payload.resolver, "_SKIPPED", 1)  # of layers read alone the row is named too
+        patch.setattr(payload._rows, "_SKIPPED", 1)  # of layers read alone the row is named too
         with pytest.raises(PayloadCorruptError, match=r"in rows \[1, 2\)"):
             resolver.window([segment], NAME, 1, 4, layers=[10], **options)
 

@@ -292,3 +292,22 @@ def test_a_window_that_ends_before_it_starts_is_the_callers_mistake(function) ->
 def test_a_segment_built_by_hand_meets_the_same_verdict_everywhere(function) -> None:
     with pytest.raises(SegmentError, match=r"pos is -2: .* at \$\.payload\[0\]\.pos"):
         function([segment(pos=-2)])
+
+
+def test_a_list_of_several_forms_is_decoded_in_order_and_subclasses_are_plain_segments() -> None:
+    class Mine(Segment):  # type: ignore[misc]
+        extra: int = 7
+
+    first = decode_segments([OBJECT])[0]
+    loose = msgspec.structs.replace(first, shape=list(first.shape))
+    mine = Mine(*msgspec.structs.astuple(first))
+    forms = [first, OBJECT, first, loose, ARRAY, mine, dict(OBJECT)]
+    decoded = decode_segments(forms)
+    assert [type(one) for one in decoded] == [Segment] * len(forms)
+    assert [msgspec.structs.replace(one, length=None) for one in decoded] == [
+        msgspec.structs.replace(first, length=None)
+    ] * len(forms)
+    for shape in (None, "48", {}):
+        for form in (msgspec.structs.replace(first, shape=shape), {**OBJECT, "shape": shape}):
+            error = refused([first, OBJECT, form])
+            assert (error.reason, error.index) == ("wrong_type", 2)
