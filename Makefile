@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 
 TORCH ?= .venv-torch
 
-.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench bench-quick bench-ci clean engine-test multinode-test
+.PHONY: demo test torch-test torch-bench hostile test-all test-floors verifiers-test check format lint types packaging bench bench-quick bench-nfs bench-ci clean engine-test multinode-test
 
 demo: $(READY)
 	$(BIN)/python -m bench.demo
@@ -112,6 +112,11 @@ bench: $(READY)
 
 bench-quick: $(READY)
 	$(BIN)/python -m bench --quick
+
+# The same on two nodes with real NFS between them, on this machine: what multinode-test needs, 5 minutes.
+bench-nfs: $(READY)
+	@tests/multinode/lab/install.sh
+	$(BIN)/python -m bench.nfs
 
 # The suites in bench/ over this tree and over BASE (default: where the branch left main), in turns.
 bench-ci: $(READY)

@@ -211,8 +211,10 @@ class Bench:
                 continue
             every = places
             if self.quick:
-                cold = [place for place in places if place.cache == "cold"]
-                every = places[:1] + (cold if scenario.name == "rollout" else [])
+                more = [
+                    place for place in places if place.cache == "cold" or place.name == "--root"
+                ]
+                every = places[:1] + (more if scenario.name == "rollout" else [])
             self.scenario(scenario, every)
         self.head("one rollout, by size (fastest round, ms)")
         sizes = (3_000, 30_000) if self.quick else (300, 3_000, 30_000, 300_000)
@@ -322,7 +324,7 @@ def roots(bench: Bench, own: str | None) -> Iterator[list[Place]]:
                 bench.note(f"{name}: pages cannot be dropped with posix_fadvise: nothing is cold")
             else:
                 bench.note(
-                    f"{name}: cold means synced and dropped with posix_fadvise, seen with RWF_NOWAIT"
+                    f"{name}: cold means synced and dropped with posix_fadvise, seen with mincore"
                 )
         yield places
 
@@ -354,6 +356,7 @@ def main() -> int:
         "--out", metavar="DIR", default="bench-report", help="where the report goes"
     )
     asked = parser.parse_args()
+    measure.raise_descriptors()
     # Also when it is told to end, nothing is left behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     bench = Bench(asked)

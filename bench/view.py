@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import mmap
 import os
+import resource
 import statistics
 import sys
 import time
@@ -24,11 +25,11 @@ ROUNDS = 25
 SHAPE = (2, 48, 8)
 
 
-def per_call(run: Callable[[int], object]) -> float:
-    """Median nanoseconds of one call, over calls 0 .. SEGMENTS - 1."""
+def per_call(run: Callable[[int], object], count: int = SEGMENTS) -> float:
+    """Median nanoseconds of one call, over calls 0 .. count - 1."""
     clock = time.perf_counter_ns
     times = []
-    for index in range(SEGMENTS):
+    for index in range(count):
         began = clock()
         run(index)
         times.append(clock() - began)
@@ -96,7 +97,9 @@ def by_size(root: str, rounds: int) -> tuple[float, float]:
 
 
 def cold(root: str, rounds: int) -> tuple[float, float]:
-    paths = [f"{root}/cold{index}" for index in range(SEGMENTS)]
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    count = SEGMENTS if limit == resource.RLIM_INFINITY else min(SEGMENTS, limit // 4)
+    paths = [f"{root}/cold{index}" for index in range(count)]
     for path in paths:
         with open(path, "wb") as file:
             file.write(bytes(4096))
@@ -104,7 +107,7 @@ def cold(root: str, rounds: int) -> tuple[float, float]:
 
     def ours() -> float:
         with Resolver(root) as resolver:
-            return per_call(lambda index: resolver.view(segments[index]))
+            return per_call(lambda index: resolver.view(segments[index]), count)
 
     def bare() -> float:
         kept = []
@@ -114,7 +117,7 @@ def cold(root: str, rounds: int) -> tuple[float, float]:
             kept.append(mmap.mmap(fd, os.fstat(fd).st_size, prot=mmap.PROT_READ))
             os.close(fd)
 
-        return per_call(one)
+        return per_call(one, count)
 
     return compare(ours, bare, rounds)
 

@@ -68,6 +68,23 @@ def run(code: str) -> Any:
     return names.get("answer")
 
 
+def bench(root: str) -> dict[str, tuple[bool, int]]:
+    """Take every way to the arrays of a small rollout as ``python -m bench`` does, with a cold cache.
+
+    Whether the cache was cold, and how often a time was taken; it ends if an array differs.
+    """
+    from bench.one import Task, timed
+    from bench.scenarios import Scenario, lay
+
+    laid = lay(Scenario("nfs", "", 1, 2, 2_000), root, inline=False)
+    found = {}
+    for way in laid.scenario.ways:
+        if way.kind != "inline" and way.name not in ("by handle, mapped before", "floor: memcpy"):
+            one = timed(laid, way, Task("time", 3, 0.1, cold=True))
+            found[way.name] = bool(one.evicted), len(one.get)
+    return found
+
+
 # --- arrays both sides can make
 
 

@@ -1,5 +1,6 @@
 """The benchmarks measure what they say: every way gives the same arrays, and a wrong one is refused."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,13 @@ import numpy as np
 import pytest
 
 from bench import measure
-from bench.__main__ import counted
+from bench.__main__ import counted, kind_of
 from bench.measure import Figure
 from bench.one import Phases, Task, Timed, given_of, phases, timed
 from bench.report import Held, Place, Report, markdown, plots, slower
 from bench.rivals import FIXED, MASKS, Way
 from bench.scenarios import Laid, Scenario, digest_of, dtype_of, lay, mask_of, scenarios
+from payload._mounts import MEMORY_TYPES
 
 SMALL = (
     Scenario("rollout", "", 1, 1, 300),
@@ -221,3 +223,19 @@ def test_no_peak_is_missed_and_no_descriptor() -> None:
         assert measure.descriptors() == open_before + 1
     del held
     assert 49_000_000 < measure.status("VmHWM") - before < 70_000_000
+
+
+def test_a_file_that_was_dropped_from_the_page_cache_is_seen_to_be_cold(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    with path.open("wb") as file:
+        file.write(bytes(3 * 4096 + 1))
+        file.flush()
+        os.fsync(file.fileno())
+    assert measure.cached(str(path))
+    if kind_of(str(tmp_path)) in MEMORY_TYPES:
+        return  # there it cannot be dropped
+    measure.evict([str(path)])
+    assert not measure.cached(str(path))
+    with path.open("rb") as file:
+        file.read(1)
+    assert measure.cached(str(path))
