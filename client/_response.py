@@ -18,6 +18,8 @@ from .errors import MalformedGenerateResponseError
 
 # vLLM clamps logprobs here and also sends it for "none recorded": it proves nothing.
 NO_LOGPROB: Final = -9999.0
+# What decoders raise; of msgspec a ValueError only from 0.21 on.
+_UNDECODABLE: Final = (msgspec.MsgspecError, ValueError, RecursionError)
 
 
 def parse_generate_response(raw: bytes) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def _decoded(raw: bytes) -> Any:
         raise malformed("$", "is a stream of events: needs one JSON object; ask without streaming")
     try:
         return msgspec.json.decode(raw)
-    except (ValueError, RecursionError):
+    except _UNDECODABLE:
         # Python's own parser also takes NaN, numbers past 1e308 and lone surrogates.
         try:
             return json.loads(raw)
@@ -116,7 +118,7 @@ def _spliced(raw: bytes, decode: Callable[[bytes], Any]) -> Any:
         return None
     try:
         data = decode(b"".join([*pieces, raw[done:]]))
-    except (ValueError, RecursionError):
+    except _UNDECODABLE:
         return None
     choices = data.get("choices") if isinstance(data, dict) else None
     found = 0
@@ -177,7 +179,7 @@ def sampled(raw: bytes) -> tuple[dict[str, Any], dict[str, Any], list[int], list
         data: Any = _spliced(raw, _as_expected) or _as_expected(raw)
         choice: Any = data["choices"][0]
         ids = choice["token_ids"]
-    except (ValueError, LookupError, RecursionError):
+    except (LookupError, *_UNDECODABLE):
         pass  # another form, or malformed: looked at in detail below
     else:
         given = choice.get("logprobs")
