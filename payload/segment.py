@@ -131,7 +131,7 @@ def _first_doubtful(segments: Sequence[Any], first: int) -> int:
                 or (offset | pos | rows | pos + rows | offset + rows * row_nbytes + 4) >> 63
                 or not row_nbytes
                 or (s.length is not None and not _is_length(s, rows * row_nbytes))
-                or not (type(s.field) is type(file) is str)
+                or not (type(s.field) is type(file) is type(s.dtype) is str)
                 or directory not in _DIRECTORIES
                 or name[:1] in _NO_NAME
                 or "\0" in name
@@ -141,7 +141,9 @@ def _first_doubtful(segments: Sequence[Any], first: int) -> int:
                 return index
         except (AttributeError, KeyError, TypeError):
             return index
-        if shape is not known:  # True and 1.0 equal 1 as a key
+        if shape is not known:  # True and 1.0 equal 1 as a key, a subclass its tuple
+            if type(shape) is not tuple:
+                return index
             for size in shape:
                 if type(size) is not int:
                     return index
@@ -343,7 +345,12 @@ def decode_segments(obj: Any) -> list[Segment]:
             index += 1
         else:  # so may be the rest
             for other in range(index, len(segments)):
-                segments[other] = _segment_of(segments[other], other)
+                try:
+                    segments[other] = _segment_of(segments[other], other)
+                except SegmentError:
+                    if other == index:
+                        raise
+                    break  # told when those before it are found legal
         index = _first_doubtful(segments, index)
     return segments
 
@@ -393,9 +400,10 @@ def _segment_of(item: Any, index: int) -> Segment:
         return _from_object(dict(item), index)
     if type(item) is Segment and type(item.shape) is tuple:
         return item
-    if isinstance(item, Segment):
-        field, file, offset, pos, rows, dtype, shape, length = msgspec.structs.astuple(item)[:8]
-        return Segment(field, file, offset, pos, rows, dtype, _tuple(shape), length)
+    if isinstance(item, Segment):  # by name: a subclass may have its fields in another order
+        s = item
+        shape = _tuple(s.shape)
+        return Segment(s.field, s.file, s.offset, s.pos, s.rows, s.dtype, shape, s.length)
     place = f"$.payload[{index}]"
     if isinstance(item, (list, tuple)):
         if len(item) < len(_KEYS):

@@ -5,7 +5,14 @@ import msgspec
 import pytest
 
 import payload
-from payload import PathError, Segment, SegmentError, clip, decode_segments, encode_segments
+from payload import (
+    PathError,
+    Segment,
+    SegmentError,
+    clip,
+    decode_segments,
+    encode_segments,
+)
 from payload.segment import MAX_INT, MAX_MESSAGE, MAX_NDIM, MAX_SEGMENTS, check
 from tests.conftest import segment
 
@@ -169,6 +176,43 @@ def test_a_mapping_that_makes_up_values_for_missing_keys_is_not_asked_for_them()
     for key in OBJECT:
         made_up = defaultdict(int, {k: v for k, v in OBJECT.items() if k != key})
         assert refused([made_up]).reason == "missing_key"
+
+
+@pytest.mark.parametrize("later", [{}, [], 5, {"rows": 1}], ids=repr)
+def test_of_illegal_items_the_first_is_named_whatever_is_wrong_with_the_next(later: object) -> None:
+    for first in (OBJECT | {"offset": -1}, [*ARRAY[:2], -1, *ARRAY[3:]]):
+        error = refused([OBJECT, first, ARRAY, later])
+        assert (error.reason, error.index) == ("out_of_range", 1)
+    error = refused([OBJECT, ARRAY, later, OBJECT | {"offset": -1}])
+    assert error.index == 2
+
+
+class Reordered(Segment, frozen=True, array_like=True, kw_only=True):
+    """What is named again for keywords alone stands after the rest."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    length: int | None = None
+
+
+def test_an_instance_of_a_subclass_with_another_order_of_fields_is_read_by_name() -> None:
+    assert Reordered.__struct_fields__[2:5] == ("pos", "rows", "offset")
+    made = Reordered(
+        field="f", file="/p/a", offset=24, pos=8, rows=3, dtype="uint8", shape=(2,), length=6
+    )
+    for items in ([made], [OBJECT, made], [made, ARRAY]):
+        assert Segment("f", "/p/a", 24, 8, 3, "uint8", (2,), 6) in decode_segments(items)
+
+
+@pytest.mark.parametrize("key", ["field", "file", "dtype", "shape"])
+def test_a_subclass_of_str_or_tuple_is_refused_before_and_after_its_like_was_seen(key: str) -> None:
+    kind = type("Mine", (tuple if key == "shape" else str,), {})
+    bad = OBJECT | {"file": f"/shared/{key}/a.bin", "shape": (len(key), 17)}
+    good, bad = bad, bad | {key: kind(bad[key])}
+    for _ in range(2):
+        assert refused([bad]).reason == "wrong_type"
+        decode_segments([good])
 
 
 def test_a_short_array_says_how_many_elements_it_needs() -> None:
