@@ -200,20 +200,18 @@ class Resolver:
         try:
             found = self._maps.get(segment.file)
             known = self._rows.get((segment.field, segment.dtype, segment.shape))
+            offset = segment.offset
+            pos = segment.pos
+            rows = segment.rows
+            length = segment.length
         except (TypeError, AttributeError):  # not hashable, not a segment
             return self._view(segment)
         if known is None:
             return self._view(segment)
         dtype, shape, row_nbytes, itemsize = known
-        offset = segment.offset
-        pos = segment.pos
-        rows = segment.rows
         if (
             type(offset) is type(pos) is type(rows) is int
-            and (
-                segment.length is None
-                or (type(segment.length) is int and segment.length == rows * row_nbytes)
-            )
+            and (length is None or (type(length) is int and length == rows * row_nbytes))
             and not (offset | pos | rows | pos + rows) >> 63
             and rows > 0
             and not offset % itemsize
@@ -222,6 +220,8 @@ class Resolver:
                 if type(size) is not int:  # True and 1.0 equal 1 as a key
                     return self._view(segment)
             if found is None:
+                if type(segment) is not Segment or type(segment.field) is not str:
+                    return self._view(segment)
                 found = self._files.map_new(segment.file, offset + rows * row_nbytes)
                 if found is not None:
                     return _ndarray((rows, *shape), dtype, found, offset)

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -442,6 +443,30 @@ def test_a_new_file_meets_the_check_when_its_kind_and_directory_are_known(
             np.testing.assert_array_equal(resolver.view(new), ROWS, strict=True)
         assert resolver.stats().opens == opens + len(names)
         assert resolver.stats().maps == 1 + len(names)
+
+
+def test_what_is_no_segment_is_refused_whether_or_not_its_file_is_mapped(
+    written: Segment, tmp_path: Path
+) -> None:
+    import msgspec
+
+    new = f"{tmp_path}/new"
+    Path(new).write_bytes(Path(written.file).read_bytes())
+    fields = msgspec.structs.asdict(written)
+    upstream = {key: value for key, value in fields.items() if key != "length"}
+    text = type("Text", (str,), {})(written.field)
+    with Resolver(tmp_path) as resolver:
+        resolver.view(written)
+        for bad in (
+            SimpleNamespace(**(upstream | {"file": new})),
+            SimpleNamespace(**upstream),
+            SimpleNamespace(**(fields | {"file": new})),
+            msgspec.structs.replace(written, file=new, field=text),
+        ):
+            with pytest.raises(SegmentError) as caught:
+                resolver.view(bad)  # type: ignore[arg-type]
+            assert caught.value.reason == "wrong_type"
+        assert resolver.stats().maps == 1
 
 
 def test_resolve_does_not_look_at_every_map_that_is_kept(written: Segment, tmp_path: Path) -> None:
