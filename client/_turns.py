@@ -19,23 +19,25 @@ _WOKEN: Final = 8
 
 
 class _Turns:
-    __slots__ = ("loop", "spent", "tickets", "turning", "waiting")
+    __slots__ = ("called", "loop", "spent", "tickets", "turning", "waiting")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = weakref.ref(loop)  # it is the key these are kept by
         self.spent = 0.0  # seconds of this round
         self.tickets = count()
+        self.called = False  # whether this round belongs to calls that waited
         self.turning = False  # whether the next round is asked for
         self.waiting: list[tuple[int, asyncio.Future[None]]] = []
 
     def next_round(self) -> None:
         self.spent = 0.0
         self.turning = False
+        self.called = bool(self.waiting)
         for _ in range(min(_WOKEN, len(self.waiting))):
             called = heapq.heappop(self.waiting)[1]
             if not called.done():  # cancelled
                 called.set_result(None)
-        if self.waiting:
+        if self.called:
             self.turn()
 
     def turn(self) -> None:
@@ -63,7 +65,7 @@ def _of_this_loop() -> _Turns:
 async def turn() -> None:
     """Wait while our calls have had their share of this round of the event loop."""
     turns = _of_this_loop()
-    if turns.spent < SHARE and not turns.waiting:
+    if turns.spent < SHARE and not turns.waiting and not turns.called:
         return
     ticket = next(turns.tickets)
     while True:

@@ -684,16 +684,57 @@ def test_calls_take_turns_in_the_order_in_which_they_came() -> None:
     assert len(rounds) <= 2 + 2 * len(order) // 3  # one round to be called, one to work
 
 
+def test_no_call_that_waits_is_overtaken_by_calls_that_keep_coming() -> None:
+    order: list[int] = []
+
+    async def one(number: int) -> None:
+        await _turns.turn()
+        order.append(number)
+        _turns.worked(_turns.SHARE)
+
+    async def run() -> None:
+        calls = [asyncio.create_task(one(number)) for number in range(3)]
+        for number in range(3, 40):
+            await asyncio.sleep(0)
+            calls.append(asyncio.create_task(one(number)))
+        await asyncio.wait_for(asyncio.gather(*calls), 10)
+
+    asyncio.run(run())
+    assert order == list(range(40))
+
+
+def test_when_all_calls_that_were_called_are_cancelled_the_next_one_gets_its_turn() -> None:
+    async def one() -> None:
+        await _turns.turn()
+        _turns.worked(_turns.SHARE)
+
+    async def run() -> None:
+        for rounds in range(6):
+            calls = [asyncio.create_task(one()) for _ in range(5)]
+            for _ in range(rounds):
+                await asyncio.sleep(0)
+            for call in calls:
+                call.cancel()
+            await asyncio.wait_for(one(), 10)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        turns = _turns._turns[asyncio.get_running_loop()]
+        assert not turns.waiting
+        assert not turns.turning  # an idle loop sleeps
+
+    asyncio.run(run())
+
+
 def test_a_loop_closed_while_calls_wait_is_forgotten_when_the_next_one_begins() -> None:
     async def one() -> None:
         await _turns.turn()
         _turns.worked(1.0)
 
     loop = asyncio.new_event_loop()
-    calls = [loop.create_task(one()) for _ in range(3)]
+    calls = [loop.create_task(one()) for _ in range(20)]
     loop.run_until_complete(asyncio.sleep(0))
     assert _turns._turns[loop].waiting
-    assert not calls[2].done()
+    assert not calls[-1].done()
     loop.close()
     asyncio.run(one())
     assert loop not in _turns._turns
