@@ -15,7 +15,7 @@ from typing import Final
 # Seconds our calls work before the event loop sees to everything else.
 SHARE: Final = 0.002
 # Calls woken a round: those beyond the share wait again, at their old place.
-_WOKEN: Final = 8
+_WOKEN: Final = 16
 
 
 class _Turns:
