@@ -14,6 +14,8 @@ from pathlib import Path
 
 import msgspec
 
+from bench.measure import tidy
+
 HERE = Path(__file__).parent.parent
 TURNS = 3
 WORSE = 1.25
@@ -49,10 +51,13 @@ def base_of(asked: list[str]) -> str:
 
 
 def main() -> int:
+    tidy()
     base = base_of(sys.argv[1:])
     with tempfile.TemporaryDirectory(prefix="byhandle-base-") as scratch:
         tree = Path(scratch) / "base"
-        subprocess.run(["git", "worktree", "add", "-q", "--detach", str(tree), base], check=True)
+        add = ["git", "worktree", "add", "-q", "--detach", str(tree), base]
+        if subprocess.run(add, check=False).returncode:
+            raise SystemExit(f"base {base!r} cannot be checked out: make bench-ci BASE=commit")
         try:
             times: dict[str, dict[str, float]] = {"base": {}, "head": {}}
             for turn in range(TURNS):
