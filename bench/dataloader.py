@@ -31,7 +31,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import payload.torch as pt
-from bench.measure import Figure, medians, scratch, tell
+from bench.measure import Figure, medians, scratch, tell, tidy
 from payload import MicroBatch, Ragged, Resolver, Sample, Segment, Writer, cp_window, gaps, pack
 
 Array = np.ndarray[Any, Any]
@@ -283,6 +283,7 @@ def main() -> int:
     )
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     asked = parser.parse_args()
+    tidy()
     # torch finds more workers than cores worth a warning; here they are asked for.
     warnings.filterwarnings("ignore", "This DataLoader will create")
     tokens = asked.megabytes * 1_000_000 // (ROW[0] * ROW[1])

@@ -10,6 +10,7 @@ import base64
 import multiprocessing
 import os
 import shutil
+import signal
 import socket
 import sys
 import time
@@ -69,6 +70,7 @@ def rows_of(tokens: int) -> Any:
 def serve(listener: socket.socket, root: str, sizes: list[int]) -> None:
     import uvicorn
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever began it ends it
     completions = {
         str(tokens): Completion(
             token_ids=[index * 37 % 50_000 for index in range(min(COMPLETION, tokens // 2))],
@@ -178,6 +180,7 @@ def measured(
 
 
 def main() -> int:
+    measure.tidy()
     task = msgspec.json.decode(sys.argv[1], type=Task)
     print(msgspec.json.encode(asyncio.run(call(task))).decode())
     return 0

@@ -10,6 +10,7 @@ import mmap
 import os
 import resource
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -65,12 +66,40 @@ def raise_descriptors() -> int:
     return hard
 
 
+def tidy() -> None:
+    """When told to end, or left by the terminal, end by way of every `finally` and without a traceback."""
+    told = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+
+    def end(number: int, _: object) -> None:
+        for each in told:
+            signal.signal(each, signal.SIG_IGN)  # cleaning up is not interrupted
+        sys.exit(128 + number)
+
+    for number in told:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup asks
+            signal.signal(number, end)
+
+
+def ended(child: subprocess.Popen[bytes]) -> int:
+    """Exit status of a program; told to end when this one is, and given time to clean up."""
+    try:
+        return child.wait()
+    except BaseException:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(10)
+        child.kill()
+        child.wait()
+        raise
+
+
 def main(collect: Callable[[bool], list[Figure]], text: str | None) -> int:
     """Take figures, print them or keep them as JSON; 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=(text or "").split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--json", metavar="FILE", help="write the figures there")
     asked = parser.parse_args()
+    tidy()
     raise_descriptors()
     return tell(collect(asked.quick), asked.json)
 

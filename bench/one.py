@@ -306,6 +306,7 @@ def hold(laid: Laid, way: Way) -> None:
 
 
 def main() -> int:
+    measure.tidy()
     laid = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=Laid)
     way = next(way for way in laid.scenario.ways if way.name == sys.argv[2])
     task = msgspec.json.decode(sys.argv[3], type=Task)

@@ -140,7 +140,8 @@ def table(rows: Sequence[Sequence[str]], *, markdown: bool = False) -> list[str]
 
 
 LEGEND = (
-    "ms: median of getting arrays and copying them out once, as to a device; quartiles: their distance. "
+    "ms: median of getting arrays and copying them out once, as to a device; quartiles: their distance, of "
+    "three rounds the range. "
     "x ours: against the way by handle that gives the same arrays. message: bytes that travel. copied: MB "
     "of payload size the way copies, by its own count; read: MB from read calls. peak: MB resident memory "
     "grew by at most; PSS, private: MB held with the arrays, shared pages by share, and not shared. calls: "
@@ -200,6 +201,7 @@ def markdown(report: Report) -> str:
         "",
         *summary(report),
         "",
+        *by_root(report),
         LEGEND,
         "",
     ]
@@ -232,6 +234,11 @@ def markdown(report: Report) -> str:
             f"{held.private / 1e6:.0f} | {held.nbytes / 1e6:.0f} |"
         )
     out += ["", "## Where time goes, ms", ""]
+    out += [
+        "On the main thread, by wrapping the calls that open, map, read and decode: where threads read beside "
+        "it, what it waits for them is in the call it waits in. What safetensors does within is in check, copy.",
+        "",
+    ]
     names = list(dict.fromkeys(name for one in report.phases for name in one.ms))
     out += ["| scenario | way | " + " | ".join(names) + " |", "|---|---|" + "---:|" * len(names)]
     out += [
@@ -253,23 +260,40 @@ def markdown(report: Report) -> str:
 
 
 SHOWN = (
-    "by handle, int32", "by handle, padded", "msgpack bytes", "msgspec, SIMD base64", "json, base64",
-    "json, lists of ids", "32 preads, widened", "pread, padded", "np.load(mmap_mode)", "np.memmap",
-    "safetensors safe_open", "floor: map, np.ndarray", "floor: preadv",
+    "by handle, mode=map", "by handle, mode=copy", "by handle, int32", "by handle, padded",
+    "msgpack bytes", "msgspec, SIMD base64", "json, base64", "json, lists of ids", "32 preads, widened", "pread, padded",
+    "np.load(mmap_mode)", "np.memmap", "safetensors safe_open", "floor: map, np.ndarray", "floor: preadv",
 )  # fmt: skip
 
 
 def summary(report: Report) -> list[str]:
-    """One table of all scenarios on the first root: ms by handle, and how many times that others take."""
-    found = groups([one for one in report.timed if one.root == report.places[0].name])
-    found = [item for item in found if item[0][2] == report.places[0].cache]
-    out = ["| | " + " | ".join(name for (name, _, _), _ in found) + " |"]
+    """One table of all scenarios on the first root."""
+    first = report.places[0]
+    found = groups(report.timed)
+    found = [item for item in found if item[0][1:] == (first.name, first.cache)]
+    return times(report, [name for (name, _, _), _ in found], [timed for _, timed in found])
+
+
+def by_root(report: Report) -> list[str]:
+    """One table of the first scenario on all roots."""
+    found = groups(report.timed)
+    found = [item for item in found if item[0][0] == found[0][0][0]]
+    if len(found) < 2:
+        return []
+    names = [f"{root}, {cache}" for (_, root, cache), _ in found]
+    told = f"The same of *{found[0][0][0]}* on each root: which mount, and which `mode` of the resolver."
+    return [told, "", *times(report, names, [timed for _, timed in found]), ""]
+
+
+def times(report: Report, names: Sequence[str], found: Sequence[list[Timed]]) -> list[str]:
+    """A table of ms by handle, and how many times that others take; a column each of `found`."""
+    out = ["| | " + " | ".join(names) + " |"]
     out.append("|---|" + "---:|" * len(found))
-    first = [next((total(one) for one in timed if one.way == OURS), 0.0) for _, timed in found]
+    first = [next((total(one) for one in timed if one.way == OURS), 0.0) for timed in found]
     out.append("| by handle, ms | " + " | ".join(f"{ms:.3g}" for ms in first) + " |")
     for way in SHOWN:
         row, wide = [], False
-        for _, timed in found:
+        for timed in found:
             one = next((one for one in timed if one.way == way), None)
             ours = of_same(report.timed, one) if one else None
             if one is None or ours is None:
@@ -277,8 +301,8 @@ def summary(report: Report) -> list[str]:
             elif one is ours:
                 row.append(f"{total(one):.3g}")
             else:
-                times = total(one) / total(ours)
-                row.append(f"{times:.2g}x" if times < 99.5 else f"{times:.0f}x")
+                ratio = total(one) / total(ours)
+                row.append(f"{ratio:.2g}x" if ratio < 99.5 else f"{ratio:.0f}x")
                 wide = one.wide
         if set(row) != {"-"}:
             told = ", ms" if way in OURS_WIDE else " / int32 or padded" if wide else ""
@@ -458,14 +482,20 @@ def plots(report: Report, directory: Path) -> list[Path]:
         for axes, scenario in zip(every[:, 0], shown, strict=True):
             mine = [one for one in report.phases if one.scenario == scenario][::-1]
             begin = [0.0] * len(mine)
+            sums = [sum(one.ms.values()) for one in mine]
             for phase, color in PHASES.items():
-                values = [one.ms.get(phase, 0.0) for one in mine]
+                # Shares, as the ways differ by two orders of magnitude.
+                values = [
+                    100 * one.ms.get(phase, 0.0) / whole
+                    for one, whole in zip(mine, sums, strict=True)
+                ]
                 axes.barh([one.way for one in mine], values, left=begin, color=color, label=phase)
                 begin = [a + b for a, b in zip(begin, values, strict=True)]
-            for at, end in enumerate(begin):
-                axes.annotate(f" {end:.3g}", (end, at), va="center", fontsize=8)
-            axes.set(xlabel="ms", title=f"Where time goes: {scenario}")
-            axes.margins(x=0.08)
+            for at, whole in enumerate(sums):
+                axes.annotate(f" {whole:.3g} ms", (100, at), va="center", fontsize=8)
+            axes.set(xlabel="% of the time at the right", title=f"Where time goes: {scenario}")
+            axes.set_xlim(0, 111)
+            axes.set_xticks(range(0, 101, 20))
             axes.grid(visible=False, axis="y")
         every[0, 0].legend(
             fontsize=8, ncols=len(PHASES), loc="lower center", bbox_to_anchor=(0.45, 1.1)

@@ -88,9 +88,9 @@ def joined(given: Given, turns: list[Array]) -> Array:
 # --- by handle
 
 
-def by_handle(given: Given, dtype: Any = None) -> Get:
+def by_handle(given: Given, dtype: Any = None, mode: Any = "auto") -> Get:
     """A trainer's resolver, and files it never saw: what one more rollout costs."""
-    resolver = Resolver(given.root)
+    resolver = Resolver(given.root, mode=mode)
     files = [segment.file for turns in given.rollouts for segment in turns]
 
     def get() -> list[Any]:
@@ -293,6 +293,8 @@ FIXED = (
     Way("by handle", "ours", by_handle, "handle"),
     Way("by handle, new resolver", "ours", by_handle_anew, "handle"),
     Way("by handle, mapped before", "ours", by_handle_again, "handle"),
+    Way("by handle, mode=map", "ours", lambda given: by_handle(given, mode="map"), "handle"),
+    Way("by handle, mode=copy", "ours", lambda given: by_handle(given, mode="copy"), "handle"),
     Way("by handle, int32", "ours", lambda given: by_handle(given, "field"), "handle", wide=True),
     Way("json, base64", "inline", inline(json_loads, b64decode), "json"),
     Way("orjson, base64", "inline", inline(orjson_loads, b64decode), "json", needs="orjson"),

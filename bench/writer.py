@@ -11,6 +11,7 @@ import asyncio
 import os
 import statistics
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable
@@ -78,8 +79,9 @@ async def lag(root: str) -> float:
 
 def figures(quick: bool) -> list[Figure]:
     rounds, found = 9 if quick else ROUNDS, []
-    places = [("tmpfs", SHARED)] if os.access(SHARED, os.W_OK) else []
-    for name, base in (*places, ("disk", os.getcwd())):
+    places = [("tmpfs", SHARED), ("disk", os.getcwd())]
+    places = [place for place in places if os.access(place[1], os.W_OK | os.X_OK)]
+    for name, base in places or [("disk", tempfile.gettempdir())]:
         with scratch(base) as root:
             for durable in (False, True):
                 ours, rival = compare(root, durable, rounds)

@@ -1,6 +1,8 @@
 """The benchmarks measure what they say: every way gives the same arrays, and a wrong one is refused."""
 
 import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from bench import measure
 from bench.__main__ import counted, kind_of
 from bench.measure import Figure
 from bench.one import Phases, Task, Timed, given_of, phases, timed
-from bench.report import Held, Place, Report, markdown, plots, slower
+from bench.report import Held, Place, Report, by_root, markdown, plots, slower
 from bench.rivals import FIXED, MASKS, Way
 from bench.scenarios import Laid, Scenario, digest_of, dtype_of, lay, mask_of, scenarios
 from payload._mounts import MEMORY_TYPES
@@ -97,9 +99,11 @@ def test_a_way_that_copies_says_so(laid: dict[str, Laid]) -> None:
             get = way.make(given)
             given.copied = 0
             results = get()
-            maps = way.name.startswith(("by handle, m", "np.", "floor: map")) or way.name in (
+            maps = way.name.startswith(("np.", "floor: map")) or way.name in (
                 "by handle",
                 "by handle, new resolver",
+                "by handle, mapped before",
+                "by handle, mode=map",
             )
             view = maps and name == "rollout"
             assert (given.copied == 0) is view, way.name
@@ -203,6 +207,84 @@ def test_the_report_says_where_by_handle_is_not_the_fastest_and_why() -> None:
         "decode | map",
     ):
         assert part in text
+
+
+def test_roots_stand_side_by_side_with_the_modes_of_the_resolver() -> None:
+    found = report()
+    assert by_root(found) == []  # of one root the summary has all
+    for way, ms in (("by handle", 3.0), ("by handle, mode=copy", 7.0)):
+        other = one(way, "ours", ms)
+        other.root, other.cache = "--root", "cold"
+        found.timed.append(other)
+    text = markdown(found)
+    assert "| | tmpfs, warm | --root, cold |" in text
+    assert "| by handle, ms | 2 | 4 |" in text
+    assert "| by handle, mode=copy | - | 2x |" in text
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        (["--root", "/nowhere"], "--root /nowhere: No such file or directory"),
+        (["--root", __file__], f"--root {__file__}: Not a directory"),
+        (["--out", f"{__file__}/x"], f"--out {__file__}/x: Not a directory"),
+        (["--scale", "-1"], "argument --scale: -1 is not above 0"),
+        (["--scale", "nan"], "argument --scale: nan is not above 0"),
+    ],
+)
+def test_what_cannot_be_measured_or_kept_is_refused_at_once(
+    more: list[str], told: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "bench", "--out", str(tmp_path), *more]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""  # nothing was measured
+
+
+CLEANS = """
+import sys, time
+from bench import measure
+measure.tidy()
+with measure.scratch(sys.argv[1]):
+    print("here", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_benchmark_that_is_told_to_end_leaves_nothing(number: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", CLEANS, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "here\n"
+        assert len(list(tmp_path.iterdir())) == 1
+        child.send_signal(number)
+        _, errors = child.communicate(timeout=30)
+    assert (child.returncode, errors) == (128 + number, "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_cleans_up_when_its_parent_is_told_to_end(tmp_path: Path) -> None:
+    child = subprocess.Popen([sys.executable, "-c", CLEANS, str(tmp_path)], stdout=subprocess.PIPE)
+
+    def told(*_: object) -> None:
+        raise SystemExit
+
+    before = signal.signal(signal.SIGALRM, told)
+    try:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"here\n"
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with child.stdout, pytest.raises(SystemExit):
+            measure.ended(child)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert child.returncode == 128 + signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_report_is_drawn_and_kept(tmp_path: Path) -> None:
