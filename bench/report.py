@@ -64,7 +64,7 @@ REASONS = {
     "msgspec, SIMD base64": "so little to decode that opening a file costs more; its message lies in "
     "memory when the clock starts",
     "32 preads, widened": "most of its time and of ours goes into the pages of the int32 result, four times "
-    "the rows; of one file both read on one thread. The rows as written are a view",
+    "the rows. The rows as written are a view",
     "np.memmap": "it maps as we do and checks nothing: no root, no link, no size; several turns it copies "
     "out of the maps on one thread, which a file that shrinks ends with a signal",
     "np.load(mmap_mode)": "it maps as we do and checks neither root nor links; on a cold disk its read of the "

@@ -39,6 +39,7 @@ Mode = Literal["auto", "map", "copy"]
 NETWORK_WAIT = 5.0  # s; a client's caches show a new name within milliseconds once revalidated
 MAX_THREADS = 32  # requests a network file system is sent at a time
 THREADED_FILE = 65_536  # bytes a local file; below, opening holds the other threads up
+THREADED_PART = 4 << 20  # bytes of one local file; below, starting the other thread takes as long
 
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
 _TICK = 0.02  # s; file servers stamp changes with a clock that ticks every 1 to 10 ms
@@ -549,11 +550,13 @@ class Files:
     def helpers(self, files: int, one: str, nbytes: int) -> int:
         """How many threads pay for reading `nbytes` from `files` files, `one` of them.
 
-        Measured: on local file systems a second thread helps from 64 KiB a file on, as many as there
-        are cores; elsewhere each request waits for the server, and up to 32 wait at once.
+        Measured: on local file systems a second thread helps from 64 KiB a file on, or where it gets
+        4 MiB of one file, as many as there are cores; elsewhere each request waits for the server, and
+        up to 32 wait at once.
         """
         if files < 2:
-            return 1
+            most = min(nbytes // THREADED_PART, _CPUS, MAX_THREADS)
+            return most if most > 1 and self.is_local(one) else 1
         if not self.is_local(one):
             return min(files, MAX_THREADS)
         return min(files, _CPUS, MAX_THREADS) if nbytes >= files * THREADED_FILE else 1

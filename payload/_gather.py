@@ -33,6 +33,7 @@ class Convert(NamedTuple):
 
 
 SCRATCH = 1 << 20  # bytes a thread holds for converting, besides the result
+_PART = 2 << 20  # bytes of one file that a thread takes at a time
 _READ_MAX = 0x7FFF_F000  # bytes one preadv reads
 _IOV_MAX = 1024  # buffers one preadv takes
 
@@ -71,28 +72,38 @@ def run(
     deadline = deadline or Deadline()
     paths = {read[0] for read in reads}
     one = reads[0][0] if reads else next(iter(converts or ()))
-    threads = files.helpers(len(paths) + len(converts or ()), one, total)
+    count = len(paths) + len(converts or ())
+    threads = files.helpers(count, one, total)
+    within = threads if count == 1 else 1  # threads that share one file
     # Shares of neighbours, so that two threads seldom meet in one huge page of the result; whoever
     # is free takes the next.
     shares: list[Callable[[], None]] = []
     one_each = len(paths) == len(reads) and total <= _READ_MAX
-    if one_each and not files.verify and sizes is None:
+    if one_each and within < 2 and not files.verify and sizes is None:
         shares += [
             partial(_read_singly, files, out, deadline, some) for some in _shares(reads, threads)
         ]
     else:
         grouped = list(_by_file(reads).items())
         shares += [
-            partial(_read, files, out, sizes, deadline, some) for some in _shares(grouped, threads)
+            partial(_read, files, out, sizes, deadline, within, some)
+            for some in _shares(grouped, threads)
         ]
     if converts:
         rows = list(converts.items())
-        shares += [partial(_convert_all, files, deadline, some) for some in _shares(rows, threads)]
+        shares += [
+            partial(_convert_all, files, deadline, within, some) for some in _shares(rows, threads)
+        ]
     spread(files, shares, threads)
 
 
 def spread(files: Files, tasks: Sequence[Callable[[], None]], threads: int) -> None:
     """Carry out tasks on as many threads; whoever is free takes the next, the first error ends all."""
+    threads = min(threads, len(tasks))
+    if threads < 2:
+        for task in tasks:
+            task()
+        return
     left = list(tasks)
     following = iter(left)
 
@@ -152,15 +163,19 @@ def _read(
     out: memoryview,
     sizes: dict[str, int] | None,
     deadline: Deadline,
+    threads: int,
     grouped: list[tuple[str, list[Read]]],
 ) -> None:
     for path, wanted in grouped:
         stop = max(offset + nbytes for _, offset, nbytes, _ in wanted)
         fd, size, _ = files.open_read(path, wanted[0][1], stop, deadline)
         try:
-            for first, parts in _neighbours(wanted):
+            tasks = []
+            for first, parts in _neighbours(wanted) if threads < 2 else _cut(wanted):
                 buffers = [out[at : at + n] for _, _, n, at in parts]
-                files.read_open(fd, path, first, *buffers, deadline=deadline)
+                task = partial(files.read_open, fd, path, first, *buffers, deadline=deadline)
+                tasks.append(task)
+            spread(files, tasks, threads)
         finally:
             os.close(fd)
         if sizes is not None:
@@ -182,30 +197,64 @@ def _neighbours(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:
     yield first, parts
 
 
-def _convert_all(
-    files: Files, deadline: Deadline, wanted_of: list[tuple[str, list[Convert]]]
-) -> None:
-    """Fill rows that are not as they are in the file, through one scratch buffer.
+def _cut(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:
+    """As `_neighbours`, in parts that threads can share."""
+    for first, parts in _neighbours(wanted):
+        group: list[Read] = []
+        begin, size = first, 0
+        for path, offset, nbytes, place in parts:
+            for at in range(0, nbytes, _PART):
+                length = min(_PART, nbytes - at)
+                if group and size + length > _PART:
+                    yield begin, group
+                    group, begin, size = [], offset + at, 0
+                group.append((path, offset + at, length, place + at))
+                size += length
+        yield begin, group
 
-    Narrower rows go into the leading entries of each dimension; the rest is left alone.
-    """
-    scratch = np.empty(SCRATCH, np.uint8)
+
+def _convert_all(
+    files: Files, deadline: Deadline, threads: int, wanted_of: list[tuple[str, list[Convert]]]
+) -> None:
+    """Fill rows that are not as they are in the file, each thread through one scratch buffer."""
+    scratch = max(SCRATCH // threads, SCRATCH // 4)  # no more in all for two threads than for one
     for path, wanted in wanted_of:
         start = min(one.offset for one in wanted)
         stop = max(one.offset + len(one.into) * one.segment.row_nbytes for one in wanted)
         fd, _, _ = files.open_read(path, start, stop, deadline)
         try:
-            for segment, offset, rows, layers, row in wanted:
-                leading: tuple[Any, ...] = tuple(slice(size) for size in segment.shape)
-                inner = rows[(slice(None), *leading)]
-                for first, block in _blocks(
-                    files, fd, segment, offset, len(rows), deadline, scratch
-                ):
-                    some = block if layers is None else block[:, layers]
-                    fit(segment, row + first, some, rows.dtype)
-                    inner[first : first + len(block)] = some
+            tasks = [
+                partial(_convert, files, fd, deadline, scratch, some)
+                for some in ([wanted] if threads < 2 else _shares(_cut_rows(wanted), threads))
+            ]
+            spread(files, tasks, threads)
         finally:
             os.close(fd)
+
+
+def _cut_rows(wanted: list[Convert]) -> list[Convert]:
+    """Long runs of rows in parts that threads can share."""
+    found = []
+    for segment, offset, rows, layers, row in wanted:
+        row_nbytes = segment.row_nbytes
+        step = max(1, _PART // max(1, row_nbytes))
+        found += [
+            Convert(segment, offset + at * row_nbytes, rows[at : at + step], layers, row + at)
+            for at in range(0, len(rows), step)
+        ]
+    return found
+
+
+def _convert(files: Files, fd: int, deadline: Deadline, nbytes: int, wanted: list[Convert]) -> None:
+    """Fill rows of one open file; narrower ones fill the leading entries of each dimension alone."""
+    scratch = np.empty(nbytes, np.uint8)
+    for segment, offset, rows, layers, row in wanted:
+        leading: tuple[Any, ...] = tuple(slice(size) for size in segment.shape)
+        inner = rows[(slice(None), *leading)]
+        for first, block in _blocks(files, fd, segment, offset, len(rows), deadline, scratch):
+            some = block if layers is None else block[:, layers]
+            fit(segment, row + first, some, rows.dtype)
+            inner[first : first + len(block)] = some
 
 
 def blocks(

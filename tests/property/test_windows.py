@@ -5,6 +5,7 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -95,6 +96,22 @@ def test_a_ragged_window_is_what_the_model_says(field: str, data, bounds, mode: 
         if gaps(segments, field, lo, hi):
             with pytest.raises(CoverageError):
                 resolver.ragged(segments, field, lo, hi, holes="none")
+
+
+@given(strategies.fixed(), BOUNDS, MODES, st.integers(0, 1))
+def test_a_window_that_threads_share_is_what_the_model_says(
+    drawn, bounds, mode: str, fill: int
+) -> None:
+    files, segments = drawn
+    want = model.window(files, segments, "routed_experts", *bounds, fill=fill)
+    with tempfile.TemporaryDirectory() as root, open_resolver(root, mode) as resolver:
+        place(files, root)
+        with (
+            mock.patch.multiple("payload._files", THREADED_PART=1, THREADED_FILE=1, _CPUS=2),
+            mock.patch("payload._gather._PART", 7),
+        ):
+            got = resolver.window(segments, "routed_experts", *bounds, fill=fill, holes="any")
+        np.testing.assert_array_equal(got, want, strict=True)
 
 
 @given(strategies.fixed(), st.data())

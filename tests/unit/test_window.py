@@ -480,3 +480,72 @@ def test_a_list_checked_before_is_checked_again_when_it_changed(root: Path) -> N
         segments[1] = Segment(NAME, f"{root}/b", 0, 3, True, "uint8", (2,))
         with pytest.raises(SegmentError, match=r"rows is True"):
             resolver.window(segments, NAME, 0, 4)
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Threads share one file from 64 bytes on, 40 bytes at a time; collects how many took part."""
+    from payload import _files, _gather, _threads
+
+    monkeypatch.setattr(_files, "THREADED_PART", 64)
+    monkeypatch.setattr(_files, "_CPUS", 3)
+    monkeypatch.setattr(_gather, "_PART", 40)
+    counted: list[int] = []
+    real = _threads.Threads.run
+
+    def run(self: Any, work: Any, threads: int) -> None:
+        counted.append(threads)
+        real(self, work, threads)
+
+    monkeypatch.setattr(_threads.Threads, "run", run)
+    return counted
+
+
+def test_threads_share_one_large_file_and_give_the_same_rows(root: Path, shared: list[int]) -> None:
+    rows = np.arange(960, dtype=np.uint8).reshape(40, 4, 6)
+    whole, narrow = put(root, "a", rows), put(root, "b", rows[:, :3, :5])
+    halves = [
+        Segment(NAME, whole.file, 480 * (1 - i), 20 * i, 20, "uint8", (4, 6)) for i in range(2)
+    ]
+    holes: dict[str, Any] = {"fill": 9, "holes": "any"}
+    padded = np.full((41, 4, 6), 9, np.uint8)
+    padded[:40, :3, :5] = rows[:, :3, :5]
+    layers = {"layers": [2, 0], "num_layers": 4}
+    for segments, bounds, options, want in (
+        ([whole], (0, 41), holes, np.concatenate([rows, np.full((1, 4, 6), 9, np.uint8)])),
+        ([whole], (1, 40), {"dtype": "int32"}, rows[1:].astype(np.int32)),
+        (halves, (0, 40), {}, np.concatenate([rows[20:], rows[:20]])),
+        ([whole], (0, 40), layers, rows[:, [2, 0]]),
+        ([whole], (0, 40), layers | {"dtype": "int64"}, rows[:, [2, 0]].astype(np.int64)),
+        ([Segment(NAME, f"{root}/none", 0, 0, 0, "uint8", (4, 6)), narrow], (0, 41), holes, padded),
+    ):
+        shared.clear()
+        with Resolver(root) as resolver:
+            got = resolver.window(segments, NAME, *bounds, **options)
+            np.testing.assert_array_equal(got, want, strict=True)
+            assert resolver.stats().opens == 1
+            assert shared == [3]
+
+
+def test_threads_that_share_a_file_tell_what_is_wrong_with_it(
+    root: Path, shared: list[int]
+) -> None:
+    rows = np.arange(960, dtype=np.int16).reshape(40, 24)
+    whole = put(root, "a", rows)
+    with Resolver(root, mode="copy") as resolver:
+        with pytest.raises(PayloadCorruptError, match=r"in rows \[1\d, "):
+            resolver.window([whole], NAME, 0, 40, dtype="uint8")
+        real = resolver._files.open
+
+        def shrinks(*arguments: Any) -> Any:
+            found = real(*arguments)
+            (root / "a").write_bytes(rows.tobytes()[:-1])
+            return found
+
+        resolver._files.open = shrinks  # type: ignore[method-assign]
+        for options in ({}, {"dtype": "int32"}):
+            (root / "a").write_bytes(rows.tobytes())
+            with pytest.raises(PayloadTruncatedError) as caught:
+                resolver.window([whole], NAME, 0, 40, **options)
+            assert (caught.value.expected, caught.value.actual) == (1920, 1919)
+    assert set(shared) == {3}
