@@ -217,7 +217,8 @@ def _convert_all(
     files: Files, deadline: Deadline, threads: int, wanted_of: list[tuple[str, list[Convert]]]
 ) -> None:
     """Fill rows that are not as they are in the file, each thread through one scratch buffer."""
-    scratch = max(SCRATCH // threads, SCRATCH // 4)  # no more in all for two threads than for one
+    # Of several threads each checks its rows through arrays of their own; smaller is as fast.
+    scratch = SCRATCH if threads < 2 else SCRATCH // 4
     for path, wanted in wanted_of:
         start = min(one.offset for one in wanted)
         stop = max(one.offset + len(one.into) * one.segment.row_nbytes for one in wanted)
