@@ -58,12 +58,11 @@ def lines(figures: Sequence[Figure]) -> list[str]:
     return found
 
 
-def raise_descriptors() -> int:
-    """Allow this process and its children as many descriptors as they may have; return how many."""
+def raise_descriptors() -> None:
+    """Allow this process and its children as many descriptors as they may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 def tidy() -> None:

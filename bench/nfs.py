@@ -11,6 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.multinode.conftest import why_not
 from tests.multinode.lab.nfslab import Lab
 
 HERE = Path(__file__).parent.parent
@@ -19,6 +20,10 @@ LIMIT = 1200  # seconds
 
 
 def main(more: list[str]) -> int:
+    reason = why_not()
+    if reason:
+        raise SystemExit(reason)
+    print("booting two nodes; what they say comes at the end, in about five minutes", flush=True)
     out = HERE / "bench-report" / "nfs"
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as state:

@@ -19,65 +19,65 @@ _WOKEN: Final = 16
 
 
 class _Turns:
-    __slots__ = ("called", "loop", "spent", "tickets", "turning", "waiting")
+    __slots__ = ("spent", "taken", "tickets", "turning", "waiting")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = weakref.ref(loop)  # it is the key these are kept by
+    def __init__(self) -> None:
         self.spent = 0.0  # seconds of this round
         self.tickets = count()
-        self.called = False  # whether this round belongs to calls that waited
+        self.taken = False  # whether calls that waited have this round
         self.turning = False  # whether the next round is asked for
         self.waiting: list[tuple[int, asyncio.Future[None]]] = []
 
-    def next_round(self) -> None:
+    def begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin a round: wake those who come first."""
         self.spent = 0.0
         self.turning = False
-        self.called = bool(self.waiting)
+        self.taken = bool(self.waiting)
         for _ in range(min(_WOKEN, len(self.waiting))):
-            called = heapq.heappop(self.waiting)[1]
-            if not called.done():  # cancelled
-                called.set_result(None)
-        if self.called:
-            self.turn()
+            woken = heapq.heappop(self.waiting)[1]
+            if not woken.done():  # cancelled
+                woken.set_result(None)
+        if self.taken:  # they may wait again, or never work
+            self.ask(loop)
 
-    def turn(self) -> None:
-        loop = self.loop()
-        if loop is not None and not self.turning:
+    def ask(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self.turning:
             self.turning = True
-            loop.call_soon(self.next_round)
+            loop.call_soon(self.begin, loop)
 
 
 _turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Turns] = weakref.WeakKeyDictionary()
 
 
-def _of_this_loop() -> _Turns:
-    loop = asyncio.get_running_loop()
+def _of(loop: asyncio.AbstractEventLoop) -> _Turns:
     turns = _turns.get(loop)
     if turns is None:
         for ref in _turns.keyrefs():  # what waited in a loop that was closed holds it
             other = ref()
             if other is not None and other.is_closed():
                 _turns.pop(other, None)
-        turns = _turns[loop] = _Turns(loop)
+        turns = _turns[loop] = _Turns()
     return turns
 
 
 async def turn() -> None:
     """Wait while our calls have had their share of this round of the event loop."""
-    turns = _of_this_loop()
-    if turns.spent < SHARE and not turns.waiting and not turns.called:
+    loop = asyncio.get_running_loop()
+    turns = _of(loop)
+    if turns.spent < SHARE and not turns.waiting and not turns.taken:
         return
     ticket = next(turns.tickets)
     while True:
-        called = asyncio.get_running_loop().create_future()
-        heapq.heappush(turns.waiting, (ticket, called))
-        await called
+        woken = loop.create_future()
+        heapq.heappush(turns.waiting, (ticket, woken))
+        await woken
         if turns.spent < SHARE:
             return
 
 
 def worked(seconds: float) -> None:
     """Count work of a call in this round of the running event loop."""
-    turns = _of_this_loop()
+    loop = asyncio.get_running_loop()
+    turns = _of(loop)
     turns.spent += seconds
-    turns.turn()
+    turns.ask(loop)

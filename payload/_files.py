@@ -23,7 +23,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from . import _refusals
 from ._mounts import LOCAL_TYPES, MEMORY_TYPES, Access, access_of, filesystem_type
-from ._paths import Directory, Place, Roots, kind_of, refuse_link
+from ._paths import UNPUBLISHED, Directory, Place, Roots, kind_of, refuse_link
 from ._threads import Threads
 from ._verify import compare
 from .errors import (
@@ -45,7 +45,6 @@ _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.025  # s
 _TICK = 0.02  # s; file servers stamp changes with a clock that ticks every 1 to 10 ms
 _BLOCK = 1 << 20  # bytes; where a larger pread is no faster
 _NOWHERE: Place = ("", "")
-_NO_NAME = frozenset({"", "."})
 _CPUS = len(os.sched_getaffinity(0))
 _FORMAT = stat.S_IFMT(0xFFFF)  # the bits of a mode that say what it is
 # O_NONBLOCK: opening a FIFO returns at once instead of waiting for a writer.
@@ -228,7 +227,9 @@ class Files:
             return found
         if self._only_copy or (self._copied and path.rpartition("/")[0] in self._copied):
             return None
-        made = self.map_new(path, stop) if found is None else None
+        made = None
+        if found is None and deadline is not None:  # a view, which has none, has tried it
+            made = self.map_new(path, stop)
         if made is not None:
             return made
         fd, size, directory = self.open(path, start, stop, deadline)
@@ -260,7 +261,7 @@ class Files:
             or directory.access != "map"
             or self.verify
             or self._few
-            or name[:1] in _NO_NAME
+            or name[:1] in UNPUBLISHED
             or not name.isascii()
             or len(path) > 1000
             or len(self.maps) >= self._max_maps
@@ -725,7 +726,7 @@ class Files:
         roots = self.roots
         head, _, name = path.rpartition("/")
         place = roots.located.get(head)
-        if place is None or name[:1] in ("", "."):
+        if place is None or name[:1] in UNPUBLISHED:
             place, name = roots.locate(path)
         directory = roots.kept.get(place) or roots.directory(place, path)
         try:

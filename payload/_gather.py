@@ -6,7 +6,7 @@ A file that shrinks while it is read is then a typed error instead of a signal.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -74,32 +74,32 @@ def run(
     one = reads[0][0] if reads else next(iter(converts or ()))
     count = len(paths) + len(converts or ())
     threads = files.helpers(count, one, total)
-    within = threads if count == 1 else 1  # threads that share one file
+    # Threads take files; one large file they share.
+    across, within = (threads, 1) if count > 1 else (1, threads)
     # Shares of neighbours, so that two threads seldom meet in one huge page of the result; whoever
     # is free takes the next.
     shares: list[Callable[[], None]] = []
     one_each = len(paths) == len(reads) and total <= _READ_MAX
     if one_each and within < 2 and not files.verify and sizes is None:
         shares += [
-            partial(_read_singly, files, out, deadline, some) for some in _shares(reads, threads)
+            partial(_read_singly, files, out, deadline, some) for some in _shares(reads, across)
         ]
     else:
         grouped = list(_by_file(reads).items())
         shares += [
             partial(_read, files, out, sizes, deadline, within, some)
-            for some in _shares(grouped, threads)
+            for some in _shares(grouped, across)
         ]
     if converts:
         rows = list(converts.items())
         shares += [
-            partial(_convert_all, files, deadline, within, some) for some in _shares(rows, threads)
+            partial(_convert_all, files, deadline, within, some) for some in _shares(rows, across)
         ]
-    spread(files, shares, threads)
+    spread(files, shares, across)
 
 
-def spread(files: Files, tasks: Sequence[Callable[[], None]], threads: int) -> None:
+def spread(files: Files, tasks: Iterable[Callable[[], None]], threads: int) -> None:
     """Carry out tasks on as many threads; whoever is free takes the next, the first error ends all."""
-    threads = min(threads, len(tasks))
     if threads < 2:
         for task in tasks:
             task()
@@ -115,7 +115,7 @@ def spread(files: Files, tasks: Sequence[Callable[[], None]], threads: int) -> N
             left.clear()  # nobody needs the rest
             raise
 
-    files.threads.run(work, threads)
+    files.threads.run(work, min(threads, len(left)))
 
 
 def _shares(items: list[Any], threads: int) -> list[list[Any]]:
@@ -170,16 +170,28 @@ def _read(
         stop = max(offset + nbytes for _, offset, nbytes, _ in wanted)
         fd, size, _ = files.open_read(path, wanted[0][1], stop, deadline)
         try:
-            tasks = []
-            for first, parts in _neighbours(wanted) if threads < 2 else _cut(wanted):
-                buffers = [out[at : at + n] for _, _, n, at in parts]
-                task = partial(files.read_open, fd, path, first, *buffers, deadline=deadline)
-                tasks.append(task)
+            tasks = (
+                partial(_scatter, files, fd, path, out, deadline, first, parts)
+                for first, parts in (_neighbours(wanted) if threads < 2 else _cut(wanted))
+            )
             spread(files, tasks, threads)
         finally:
             os.close(fd)
         if sizes is not None:
             sizes[path] = size
+
+
+def _scatter(
+    files: Files,
+    fd: int,
+    path: str,
+    out: memoryview,
+    deadline: Deadline,
+    first: int,
+    parts: list[Read],
+) -> None:
+    buffers = [out[at : at + n] for _, _, n, at in parts]
+    files.read_open(fd, path, first, *buffers, deadline=deadline)
 
 
 def _neighbours(wanted: list[Read]) -> Iterator[tuple[int, list[Read]]]:

@@ -21,6 +21,7 @@ from ._mounts import Access
 from .errors import PathError
 
 PATH_MAX = 4096  # Linux; a longer name fails in the kernel anyway, without saying which
+UNPUBLISHED = frozenset({"", "."})  # what no name of a published file begins with
 MAX_DIRECTORIES = 256  # kept open at a time: the versions that are still fresh are far fewer
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC

@@ -233,9 +233,12 @@ class Resolver:
     def _view(
         self, segment: Segment, deadline: Deadline | None = None, private: bool = False
     ) -> Array:
-        """As `view`; a private one has a copy-on-write map of its own, and is writable."""
+        """As `view`; a private one has a copy-on-write map of its own, and is writable.
+
+        With a deadline it is part of a call, which has checked the segment.
+        """
         self._check_open()
-        if deadline is None and not is_legal(segment):  # a call that has one has checked it
+        if deadline is None and not is_legal(segment):
             [segment] = decode_segments([segment])
         known = self._rows.get((segment.field, segment.dtype, segment.shape)) or self._learn(
             segment
@@ -316,7 +319,10 @@ class Resolver:
         self._check_open()
         segments = self._decode(payload)
         layouts = []
+        new: dict[str, list[int]] = {}
         for index, segment in enumerate(segments):
+            if segment.file not in self._maps:
+                new.setdefault(segment.file, []).append(index)
             try:
                 layouts.append(
                     _plan.layout_of(segment, _plan.field_of(segment.field, self._fields))
@@ -324,10 +330,6 @@ class Resolver:
             except SegmentError as error:
                 error.index = index
                 raise
-        new: dict[str, list[int]] = {}
-        for index, segment in enumerate(segments):
-            if segment.file not in self._maps:
-                new.setdefault(segment.file, []).append(index)
         deadline = Deadline()
         made: dict[int, Any] = {}
         failed: dict[int, PayloadError] = {}

@@ -14,7 +14,7 @@ from typing import Any, Final, Literal, NoReturn, SupportsIndex
 
 import msgspec
 
-from ._paths import why_illegal
+from ._paths import UNPUBLISHED, why_illegal
 from .dtypes import DTYPES
 from .errors import PathError, SegmentError
 from .fields import FIELDS
@@ -133,7 +133,7 @@ def _first_doubtful(segments: Sequence[Any], first: int) -> int:
                 or (s.length is not None and not _is_length(s, rows * row_nbytes))
                 or not (type(s.field) is type(file) is type(s.dtype) is str)
                 or directory not in _DIRECTORIES
-                or name[:1] in _NO_NAME
+                or name[:1] in UNPUBLISHED
                 or "\0" in name
                 or not name.isascii()
                 or len(file) > 1000
@@ -154,9 +154,6 @@ def _is_length(segment: Segment, nbytes: int) -> bool:
     """Whether a length is that of fixed rows; a ragged one takes a closer look."""
     length = segment.length
     return type(length) is int and length == nbytes and segment.shape != ()
-
-
-_NO_NAME: Final = frozenset({"", "."})
 
 
 def is_legal(segment: Segment) -> bool:
@@ -401,9 +398,8 @@ def _segment_of(item: Any, index: int) -> Segment:
     if type(item) is Segment and type(item.shape) is tuple:
         return item
     if isinstance(item, Segment):  # by name: a subclass may have its fields in another order
-        s = item
-        shape = _tuple(s.shape)
-        return Segment(s.field, s.file, s.offset, s.pos, s.rows, s.dtype, shape, s.length)
+        where = item.field, item.file, item.offset, item.pos, item.rows
+        return Segment(*where, item.dtype, _tuple(item.shape), item.length)
     place = f"$.payload[{index}]"
     if isinstance(item, (list, tuple)):
         if len(item) < len(_KEYS):
